@@ -1,0 +1,1 @@
+"""Batch-invariant language-model inference and scoring in JAX."""

@@ -1,0 +1,1 @@
+"""Flax NNX decoders that run on the batch-invariant ops."""

@@ -1,0 +1,1 @@
+"""Batch-invariant operations, each with a fixed order of additions."""
