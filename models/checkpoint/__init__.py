@@ -1,0 +1,1 @@
+"""From a model folder or file to a configuration and parameters."""
