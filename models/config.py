@@ -66,7 +66,20 @@ class Llama3Scaling:
         )
 
 
-RopeScaling = LinearScaling | Llama3Scaling
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrequencyFactors:
+    """Frequency i is divided by `factors[i]`: how a GGUF file states Llama 3.1's scaling."""
+
+    factors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        ok = isinstance(self.factors, tuple) and all(
+            isinstance(f, float) and 0 < f < float("inf") for f in self.factors
+        )
+        _require(ok, f"factors={self.factors!r} must be a tuple of positive floats.")
+
+
+RopeScaling = LinearScaling | Llama3Scaling | FrequencyFactors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +92,9 @@ class RopeConfig:
     def __post_init__(self) -> None:
         _require_positive(self, "theta")
         _require(
-            self.scaling is None or isinstance(self.scaling, LinearScaling | Llama3Scaling),
-            f"scaling={self.scaling!r} must be None, LinearScaling or Llama3Scaling.",
+            self.scaling is None or isinstance(self.scaling, RopeScaling),
+            f"scaling={self.scaling!r} must be None, LinearScaling, Llama3Scaling or "
+            "FrequencyFactors.",
         )
 
 
@@ -163,6 +177,13 @@ class TransformerConfig:
             value = getattr(self, name)
             _require(value in COMPUTE_DTYPES, f"{name}={value!r} must be one of {COMPUTE_DTYPES}.")
         _require(isinstance(self.rope, RopeConfig), f"rope={self.rope!r} must be a RopeConfig.")
+        scaling = self.rope.scaling
+        if isinstance(scaling, FrequencyFactors):
+            _require(
+                len(scaling.factors) == self.head_dim // 2,
+                f"rope.scaling has {len(scaling.factors)} factors; head_dim={self.head_dim} needs "
+                f"{self.head_dim // 2}.",
+            )
         self._check_token_ids()
 
     def _check_token_ids(self) -> None:
