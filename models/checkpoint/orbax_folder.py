@@ -1,0 +1,96 @@
+"""The folder that scripts/convert.py writes: bi_jax.json and the parameters in Orbax's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..config import TransformerConfig
+from .config_json import config_from_json, config_to_json
+from .huggingface import read_json
+from .placement import Shardings, host_dtype, sharding_of
+from .plan import parameter_shapes
+
+MARKER = "bi_jax.json"
+PARAMS = "params"
+FORMAT = 1
+
+
+def save_orbax(folder: Path, config: TransformerConfig, params: Mapping[str, jax.Array]) -> None:
+    """Writes a checkpoint into an existing folder; the marker last, when all else is there.
+
+    Args:
+      folder: an existing folder without a checkpoint.
+      config: the model's configuration.
+      params: path -> array, as `load_params` gives them.
+    """
+    with _checkpointer() as checkpointer:
+        checkpointer.save((folder / PARAMS).absolute(), dict(params))
+    content = {"format": FORMAT, "config": config_to_json(config)}
+    (folder / MARKER).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_orbax_config(folder: Path) -> TransformerConfig:
+    """The configuration in the marker file; ValueError if it is damaged or of another format."""
+    content = read_json(folder / MARKER)
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder / MARKER} has format {content.get('format')!r}; expected {FORMAT}."
+        )
+    try:
+        return config_from_json(content["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / MARKER} is damaged: {error}") from None
+
+
+def load_orbax(
+    folder: Path, config: TransformerConfig, *, dtype: str, sharding: Shardings
+) -> dict[str, jax.Array]:
+    """Restores every parameter straight into its sharding.
+
+    Raises:
+      ValueError: names or shapes differ from what the configuration asks for.
+    """
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = parameter_shapes(config)
+    with _checkpointer() as checkpointer:
+        path = (folder / PARAMS).absolute()
+        try:
+            stored = checkpointer.metadata(path).item_metadata.tree
+        except (FileNotFoundError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is no complete Orbax checkpoint: {error}") from None
+        _check(folder, {name: tuple(entry.shape) for name, entry in stored.items()}, shapes)
+        target = {
+            name: jax.ShapeDtypeStruct(
+                shape, host_dtype(dtype), sharding=sharding_of(sharding, name) or default
+            )
+            for name, shape in shapes.items()
+        }
+        return checkpointer.restore(path, target)
+
+
+def _check(
+    folder: Path, stored: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    if stored.keys() != shapes.keys():
+        raise ValueError(
+            f"{folder} does not hold the parameters its configuration asks for: missing "
+            f"{sorted(shapes.keys() - stored.keys())}; left over "
+            f"{sorted(stored.keys() - shapes.keys())}."
+        )
+    for name, shape in shapes.items():
+        if stored[name] != shape:
+            raise ValueError(
+                f"{folder}: parameter {name} has shape {stored[name]}, but its configuration asks "
+                f"for {shape}."
+            )
+
+
+def _checkpointer() -> Any:
+    import orbax.checkpoint as ocp  # slow to import, and needed for this format only
+
+    return ocp.StandardCheckpointer()
