@@ -1,0 +1,351 @@
+"""Matrix product on Hopper: out[m, n] = sum_k x[m, k] w[n, k], weights as checkpoints store them.
+
+Order of additions: one float32 accumulator per output element, K ascending in wgmma's steps of 16,
+never split. Bias is added in float32; the result is rounded once. SwiGLU multiplies a gate tile and
+an up tile side by side and keeps silu(gate) * up, computed in float32 from both accumulators.
+
+Grid: clusters of CTAs walk the output tiles. In each CTA the last warpgroup loads tiles of x and w
+through TMA and the others multiply. What lies outside the arrays is read as zero and not written.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from .schedule import BARRIER_BYTES, SMEM_ALIGNMENT, Schedule, cdiv, round_up
+
+LOADER_REGISTERS = 40  # a thread
+REGISTERS_PER_LANE = 512  # of one SM, over the warpgroups of the one CTA it holds
+MAX_REGISTERS = 240  # a thread
+OUT_SLOTS = 2  # output tiles of a warpgroup in flight to global memory
+OPERAND_DTYPES = (jnp.bfloat16, jnp.float16)
+OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Problem:
+    """One launch: sizes and what is static about them. `parts` is 2 for SwiGLU, else 1."""
+
+    m: int
+    n: int
+    k: int
+    parts: int
+    bias: bool
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    s: Schedule
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Output tiles along M and N, in clusters."""
+        s = self.s
+        return cdiv(self.m, s.tile_m * s.cluster_m), cdiv(self.n, s.tile_n * s.cluster_n)
+
+    @property
+    def clusters(self) -> int:
+        """Clusters launched; each walks every `clusters`-th tile."""
+        m_tiles, n_tiles = self.tiles
+        return min(m_tiles * n_tiles, max(self.s.ctas // self.s.cluster_size, 1))
+
+    @property
+    def k_steps(self) -> int:
+        return cdiv(self.k, self.s.tile_k)
+
+    @property
+    def chunks(self) -> int:
+        """Pieces in which the weights of a step arrive: gate and up of each warpgroup's columns."""
+        return self.s.warpgroups if self.parts == 2 and self.s.split == "n" else 1
+
+    @property
+    def transposed(self) -> bool:
+        """Swapped float32 results leave as [N, M]: four-byte values cannot be stored transposed."""
+        return self.s.swap and jnp.dtype(self.out_dtype).itemsize == 4
+
+    @property
+    def out_block(self) -> tuple[int, int]:
+        """Rows and columns of one store, in the orientation of the output array."""
+        s = self.s
+        if self.transposed:
+            return min(s.part_n, 64), s.part_m
+        widest = 128 // jnp.dtype(self.out_dtype).itemsize
+        width = next(w for w in (64, 32, 16, 8) if w <= widest and s.part_n % w == 0)
+        return (s.part_m if s.swap else 64), width
+
+    @property
+    def acc_shape(self) -> tuple[int, int]:
+        s = self.s
+        width = self.parts * s.part_n
+        return (width, s.part_m) if s.swap else (s.part_m, width)
+
+
+def _tiled(width: int, dtype) -> tuple:
+    """Shared-memory layout that TMA and wgmma share; plain rows where they are too narrow for it."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(width * itemsize * 8)
+    if swizzle < 32:
+        return ()
+    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+
+
+def _scratch(p: _Problem) -> dict:
+    """Shared memory and barriers of one CTA."""
+    s = p.s
+    operand = functools.partial(
+        plgpu.SMEM, dtype=p.dtype, transforms=_tiled(s.tile_k, p.dtype)
+    )
+    axes = (("cluster_m", s.cluster_m), ("cluster_n", s.cluster_n))
+    shared_axes = tuple(name for name, size in axes if size > 1)
+    barrier = (
+        functools.partial(plgpu.ClusterBarrier, collective_axes=shared_axes)
+        if shared_axes
+        else plgpu.Barrier
+    )
+    spec = dict(
+        x_smem=operand((s.stages, s.tile_m, s.tile_k)),
+        w_smem=operand((s.stages, p.parts * s.tile_n, s.tile_k)),
+        out_smem=plgpu.SMEM(
+            (s.warpgroups, OUT_SLOTS, *p.out_block),
+            p.out_dtype,
+            transforms=_tiled(p.out_block[1], p.out_dtype),
+        ),
+        k_loaded=plgpu.Barrier(num_arrivals=1 + p.parts * p.chunks, num_barriers=s.stages),
+        k_consumed=barrier(num_arrivals=s.warpgroups, num_barriers=s.stages),
+    )
+    if p.bias:
+        spec["bias_smem"] = plgpu.SMEM((s.warpgroups, s.part_n), jnp.float32)
+        spec["bias_loaded"] = plgpu.Barrier(num_barriers=s.warpgroups)
+    return spec
+
+
+def shared_memory_bytes(p: _Problem) -> int:
+    """What one CTA allocates; the compiler refuses more than SMEM_BYTES."""
+    refs = [ref for ref in _scratch(p).values() if hasattr(ref, "shape")]
+    sizes = (math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in refs)
+    return sum(round_up(size, SMEM_ALIGNMENT) for size in sizes) + BARRIER_BYTES
+
+
+def _tile_loop(p: _Problem, tile) -> None:
+    """Calls tile(i, m0, n0) for the i-th output tile of this CTA, at row m0 and column n0."""
+    s = p.s
+    m_tiles, n_tiles = p.tiles
+    cluster = lax.axis_index("grid")
+
+    def step(i, _):
+        m_i, n_i = plgpu.planar_snake(
+            cluster + i * p.clusters,
+            (m_tiles, n_tiles),
+            0 if s.raster == "m" else 1,
+            s.raster_width,
+        )
+        m_i = m_i * s.cluster_m + lax.axis_index("cluster_m")
+        n_i = n_i * s.cluster_n + lax.axis_index("cluster_n")
+        tile(i, m_i * s.tile_m, n_i * s.tile_n)
+
+    mine = lax.div(m_tiles * n_tiles - 1 - cluster, p.clusters) + 1
+    lax.fori_loop(0, mine, step, None)
+
+
+def _load_weights(p: _Problem, w_gmem, w_smem, k_loaded, n0, k0) -> None:
+    """One step's weights; SwiGLU lays each warpgroup's gate rows above its up rows."""
+    rows = p.s.tile_n // p.chunks
+    for chunk in range(p.chunks):
+        for part in range(p.parts):
+            source = w_gmem if p.parts == 1 else w_gmem.at[part]
+            plgpu.copy_gmem_to_smem(
+                source.at[pl.ds(n0 + chunk * rows, rows), pl.ds(k0, p.s.tile_k)],
+                w_smem.at[pl.ds((chunk * p.parts + part) * rows, rows)],
+                k_loaded,
+                collective_axes="cluster_m" if p.s.cluster_m > 1 else None,
+            )
+
+
+def _loader(p: _Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) -> None:
+    """Role of the last warpgroup: keeps up to `stages` steps of x and w in flight."""
+    s = p.s
+    plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+    if s.pdl:
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
+    x_rows = min(s.tile_m, round_up(p.m, 8))  # rows beyond stay unwritten: nothing stored reads them
+    issued = lambda count: lax.rem(count, s.stages)
+
+    def load_tile(i, m0, n0):
+        def load_step(k_i, _):
+            count = i * p.k_steps + k_i
+            slot = issued(count)
+
+            @pl.when(count >= s.stages)
+            def _wait_for_room():
+                plgpu.barrier_wait(k_consumed.at[slot])
+
+            k0 = k_i * s.tile_k
+            plgpu.copy_gmem_to_smem(
+                x_gmem.at[pl.ds(m0, x_rows), pl.ds(k0, s.tile_k)],
+                x_smem.at[slot, pl.ds(0, x_rows)],
+                k_loaded.at[slot],
+                collective_axes="cluster_n" if s.cluster_n > 1 else None,
+            )
+            _load_weights(p, w_gmem, w_smem.at[slot], k_loaded.at[slot], n0, k0)
+
+        lax.fori_loop(0, p.k_steps, load_step, None)
+
+    _tile_loop(p, load_tile)
+
+    # The other CTAs of the cluster still signal this one: leave only when every slot is free.
+    def drain(count, _):
+        plgpu.barrier_wait(k_consumed.at[issued(count)])
+
+    m_tiles, n_tiles = p.tiles
+    mine = lax.div(m_tiles * n_tiles - 1 - lax.axis_index("grid"), p.clusters) + 1
+    lax.fori_loop(lax.max(mine * p.k_steps - s.stages, 0), mine * p.k_steps, drain, None)
+
+
+def _multiply(p: _Problem, i, acc, x_smem, w_smem, k_loaded, k_consumed) -> None:
+    """acc += x w^T over all of K: the only place where products are added."""
+    s = p.s
+    wg = lax.axis_index("wg")
+    width = p.parts * s.part_n
+    x_part = pl.ds(wg * s.part_m, s.part_m) if s.split == "m" else pl.ds(0, s.part_m)
+    w_part = pl.ds(wg * width, width) if s.split == "n" else pl.ds(0, width)
+
+    def mma_step(k_i, _):
+        count = i * p.k_steps + k_i
+        slot = lax.rem(count, s.stages)
+        plgpu.barrier_wait(k_loaded.at[slot])
+        x_tile, w_tile = x_smem.at[slot, x_part], w_smem.at[slot, w_part]
+        if s.swap:
+            plgpu.wgmma(acc, w_tile, x_tile.T)
+        else:
+            plgpu.wgmma(acc, x_tile, w_tile.T)
+        plgpu.wgmma_wait(s.inflight)
+
+        @pl.when(k_i >= s.inflight)
+        def _release():
+            plgpu.barrier_arrive(k_consumed.at[lax.rem(count + s.stages - s.inflight, s.stages)])
+
+    lax.fori_loop(0, p.k_steps, mma_step, None)
+    if s.inflight:
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(k_consumed.at[lax.rem((i + 1) * p.k_steps - 1, s.stages)])
+
+
+def _silu(gate):
+    return gate / (1.0 + jnp.exp(-gate))
+
+
+def _epilogue(p: _Problem, acc, bias):
+    """Accumulators to rounded results, [part_m, part_n] or, swapped, [part_n, part_m]."""
+    y = acc[...]
+    if p.parts == 2 and p.s.swap:
+        y = _silu(y[: p.s.part_n]) * y[p.s.part_n :]
+    elif p.parts == 2:
+        y = _silu(y[:, : p.s.part_n]) * y[:, p.s.part_n :]
+    if bias is not None:
+        axis = 1 if p.s.swap else 0
+        bias = plgpu.layout_cast(bias, plgpu.Layout.WGMMA.reduce(axis))
+        y = y + lax.broadcast_in_dim(bias, y.shape, (1 - axis,))
+    return y.astype(p.out_dtype)
+
+
+def _store(p: _Problem, y, out_smem, out_gmem, m0, n0) -> None:
+    """Sends one warpgroup's results to global memory, block by block."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before may still be on its way
+    rows, columns = p.out_block
+    blocks = [
+        (r, c)
+        for r in range(0, p.s.part_n if p.transposed else p.s.part_m, rows)
+        for c in range(0, p.s.part_m if p.transposed else p.s.part_n, columns)
+    ]
+    row0, column0 = (n0, m0) if p.transposed else (m0, n0)
+    for index, (r, c) in enumerate(blocks):
+        block = out_smem.at[index % OUT_SLOTS]
+        if index >= OUT_SLOTS:
+            plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
+        if p.s.swap and not p.transposed:
+            block.T[...] = y[c : c + columns, r : r + rows]
+        else:
+            block[...] = y[r : r + rows, c : c + columns]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            block, out_gmem.at[pl.ds(row0 + r, rows), pl.ds(column0 + c, columns)]
+        )
+
+
+def _consumer(p: _Problem, bias_gmem, out_gmem, scratch) -> None:
+    """Role of the other warpgroups: multiply, finish and store their part of each tile."""
+    s = p.s
+    wg = lax.axis_index("wg")
+    free = (REGISTERS_PER_LANE - LOADER_REGISTERS) // s.warpgroups
+    plgpu.set_max_registers(min(MAX_REGISTERS, free // 8 * 8), action="increase")
+
+    def load_bias(n0):
+        plgpu.commit_smem()  # reads of the tile before end here
+        barrier = scratch["bias_loaded"].at[wg]
+        bias_smem = scratch["bias_smem"].at[wg]
+        plgpu.copy_gmem_to_smem(bias_gmem.at[pl.ds(n0, s.part_n)], bias_smem, barrier)
+        plgpu.barrier_wait(barrier)
+        return bias_smem[...]
+
+    def compute_tile(i, m0, n0):
+        m0 = m0 + (wg * s.part_m if s.split == "m" else 0)
+        n0 = n0 + (wg * s.part_n if s.split == "n" else 0)
+
+        def with_acc(acc):
+            operands = (scratch[name] for name in ("x_smem", "w_smem", "k_loaded", "k_consumed"))
+            _multiply(p, i, acc, *operands)
+            return _epilogue(p, acc, None if bias_gmem is None else load_bias(n0))
+
+        y = pl.run_scoped(with_acc, plgpu.ACC(p.acc_shape, jnp.float32))
+        _store(p, y, scratch["out_smem"].at[wg], out_gmem, m0, n0)
+
+    _tile_loop(p, compute_tile)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _body(*refs, p: _Problem, **scratch) -> None:
+    x_gmem, w_gmem, *bias_gmem, out_gmem = refs
+    operands = (scratch[name] for name in ("x_smem", "w_smem", "k_loaded", "k_consumed"))
+    lax.cond(
+        lax.axis_index("wg") == p.s.warpgroups,
+        lambda: _loader(p, x_gmem, w_gmem, *operands),
+        lambda: _consumer(p, bias_gmem[0] if p.bias else None, out_gmem, scratch),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "schedule"))
+def _launch(x, w, bias, *, out_dtype, schedule: Schedule):
+    rows = x.shape[0]
+    p = _Problem(
+        m=rows,
+        n=w.shape[-2],
+        k=x.shape[1],
+        parts=1 if w.ndim == 2 else w.shape[0],
+        bias=bias is not None,
+        dtype=x.dtype,
+        out_dtype=out_dtype,
+        s=schedule,
+    )
+    if rows > 8 or p.transposed:  # TMA tiles are 8 rows high; one short tile is clipped for free
+        p = dataclasses.replace(p, m=round_up(rows, 8))
+    x = jnp.pad(x, ((0, p.m - rows), (0, 0)))
+    kernel = plgpu.kernel(
+        functools.partial(_body, p=p),
+        out_type=jax.ShapeDtypeStruct((p.n, p.m) if p.transposed else (p.m, p.n), out_dtype),
+        scratch_types=_scratch(p),
+        grid=(p.clusters,),
+        grid_names=("grid",),
+        cluster=(schedule.cluster_m, schedule.cluster_n),
+        cluster_names=("cluster_m", "cluster_n"),
+        num_threads=schedule.warpgroups + 1,
+        thread_name="wg",
+        kernel_name="matmul" if p.parts == 1 else "swiglu_matmul",
+    )
+    operands = (x, w) if bias is None else (x, w, bias.astype(jnp.float32))
+    out = kernel(*operands)
+    return (out.T if p.transposed else out)[:rows]
