@@ -64,6 +64,14 @@ def required(raw: Raw, key: str) -> Any:
     return raw[key]
 
 
+def required_int(raw: Raw, key: str) -> int:
+    """The positive integer at `key`; ValueError if it is anything else."""
+    value = required(raw, key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {key}={value!r} must be a positive integer.")
+    return value
+
+
 def dtype_from_hf(raw: Raw) -> str:
     """The dtype that the checkpoint states, float32 where it states none."""
     stated = raw.get("dtype") or raw.get("torch_dtype") or "float32"
@@ -77,11 +85,10 @@ def dtype_from_hf(raw: Raw) -> str:
 
 def rope_from_hf(raw: Raw) -> RopeConfig:
     """Reads both spellings: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
-    parameters = raw.get("rope_parameters")
-    if parameters is None:
-        parameters = {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
+    key = "rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters"
+    parameters = raw.get(key) or {}
     if not isinstance(parameters, Mapping):
-        raise ValueError(f"config.json: rope_parameters={parameters!r} must be an object.")
+        raise ValueError(f"config.json: {key}={parameters!r} must be an object.")
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise NotImplementedError(
             "config.json: rope_parameters differ by layer type "
@@ -93,7 +100,9 @@ def rope_from_hf(raw: Raw) -> RopeConfig:
             f"{parameters['partial_rotary_factor']!r} is not supported (expected 1.0)."
         )
     theta = parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA
-    return RopeConfig(theta=float(theta), scaling=_scaling(parameters))
+    return RopeConfig(
+        theta=_number({"rope_theta": theta}, "rope_theta"), scaling=_scaling(parameters)
+    )
 
 
 def _scaling(parameters: Raw) -> RopeScaling | None:
@@ -117,7 +126,7 @@ def _scaling(parameters: Raw) -> RopeScaling | None:
 def _number(parameters: Raw, key: str) -> float:
     value = parameters.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"config.json: rope scaling needs a number for {key}, not {value!r}.")
+        raise ValueError(f"config.json: {key}={value!r} must be a number.")
     return float(value)
 
 
@@ -127,18 +136,20 @@ def window_from_layer_types(raw: Raw) -> int | None:
     Raises:
       NotImplementedError: some layers have a window and others have none.
     """
-    num_layers = required(raw, "num_hidden_layers")
+    num_layers = required_int(raw, "num_hidden_layers")
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     kinds = raw.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise ValueError(f"config.json: layer_types={kinds!r} must be a list.")
     if kinds is None:
-        first = raw.get("max_window_layers", 0) if window is not None else num_layers
+        first = raw.get("max_window_layers") or 0 if window is not None else num_layers
         kinds = [
             "full_attention" if layer < first else "sliding_attention"
             for layer in range(num_layers)
         ]
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    unknown = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        raise NotImplementedError(f"config.json: layer_types {unknown} are not supported.")
+        raise NotImplementedError(f"config.json: layer type {unknown[0]!r} is not supported.")
     if len(kinds) != num_layers:
         raise ValueError(
             f"config.json: layer_types has {len(kinds)} entries, num_hidden_layers={num_layers}."
@@ -177,8 +188,8 @@ def _first(*values: Any) -> Any:
 def common_fields(raw: Raw, generation: Raw) -> dict[str, Any]:
     """The fields of TransformerConfig that every family states alike."""
     refuse_unsupported(raw)
-    heads = required(raw, "num_attention_heads")
-    hidden = required(raw, "hidden_size")
+    heads = required_int(raw, "num_attention_heads")
+    hidden = required_int(raw, "hidden_size")
     head_dim = raw.get("head_dim")
     if head_dim is None:
         if hidden % heads:
@@ -189,16 +200,16 @@ def common_fields(raw: Raw, generation: Raw) -> dict[str, Any]:
         head_dim = hidden // heads
     dtype = dtype_from_hf(raw)
     return {
-        "vocab_size": required(raw, "vocab_size"),
+        "vocab_size": required_int(raw, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": required(raw, "intermediate_size"),
-        "num_layers": required(raw, "num_hidden_layers"),
+        "intermediate_size": required_int(raw, "intermediate_size"),
+        "num_layers": required_int(raw, "num_hidden_layers"),
         "num_query_heads": heads,
-        "num_kv_heads": required(raw, "num_key_value_heads"),
+        "num_kv_heads": required_int(raw, "num_key_value_heads"),
         "head_dim": head_dim,
-        "rms_norm_eps": float(required(raw, "rms_norm_eps")),
+        "rms_norm_eps": _number(raw, "rms_norm_eps"),
         "rope": rope_from_hf(raw),
-        "max_position": required(raw, "max_position_embeddings"),
+        "max_position": required_int(raw, "max_position_embeddings"),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "dtype": dtype,
         "param_dtype": dtype,

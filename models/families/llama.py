@@ -7,13 +7,13 @@ from typing import Any
 
 from ..config import Llama3Scaling, RopeConfig, TransformerConfig
 from .family import Family
-from .hf_config import common_fields, required
+from .hf_config import common_fields, required_int
 
 
 def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> TransformerConfig:
     """A TransformerConfig from a Llama config.json; early ones do not state KV heads."""
     if raw.get("num_key_value_heads") is None:
-        raw = {**raw, "num_key_value_heads": required(raw, "num_attention_heads")}
+        raw = {**raw, "num_key_value_heads": required_int(raw, "num_attention_heads")}
     if raw.get("sliding_window") is not None:
         raise NotImplementedError(
             f"config.json: sliding_window={raw['sliding_window']!r} with model_type 'llama' is not "

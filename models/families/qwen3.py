@@ -7,12 +7,12 @@ from typing import Any
 
 from ..config import RopeConfig, TransformerConfig
 from .family import Family
-from .hf_config import common_fields, required, window_from_layer_types
+from .hf_config import common_fields, required_int, window_from_layer_types
 
 
 def config_from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> TransformerConfig:
     """A TransformerConfig from a Qwen3 config.json; its head size must be stated."""
-    required(raw, "head_dim")
+    required_int(raw, "head_dim")
     return TransformerConfig(
         family="qwen3",
         qk_norm=True,
