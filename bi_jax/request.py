@@ -31,8 +31,8 @@ class SamplingParams:
     seed: in [0, 2**63), or None: one is assigned at admission and reported on the output.
     max_tokens: at most this many new tokens (default 1024); the model's context also ends a
         completion. A smaller max_tokens gives a prefix of the same completion.
-    min_tokens: no stop condition is looked at before this many tokens. End tokens are not
-        masked out, so the log-probabilities stay the model's own.
+    min_tokens: the first this many tokens end nothing. End tokens are not masked out among them
+        (as some engines do), so the log-probabilities stay the model's own.
     stop: strings that end a completion; its text is cut before them, its token_ids are not.
     stop_token_ids: ids that end a completion, beside the model's end-of-sequence ids.
     ignore_eos: go on after the model's end-of-sequence ids; stop and stop_token_ids still end.
