@@ -34,6 +34,8 @@ def config_from_hf(
 def _family_for_hf(raw: Mapping[str, Any]) -> Family:
     known = {family.architecture: family for family in FAMILIES}
     stated = raw.get("architectures") or []
+    if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
+        raise ValueError(f"config.json: architectures={stated!r} must be a list of names.")
     if not stated:
         by_type = {family.model_type: family for family in FAMILIES}
         if raw.get("model_type") in by_type:

@@ -45,7 +45,8 @@ def refuse_unsupported(raw: Raw) -> None:
             raise NotImplementedError(
                 f"config.json: {key}={shown} is not supported (expected {neutral[-1]!r})."
             )
-    code = [key for key in MODEL_CODE_KEYS if key in (raw.get("auto_map") or {})]
+    own_code = raw.get("auto_map")
+    code = [key for key in MODEL_CODE_KEYS if isinstance(own_code, Mapping) and key in own_code]
     if code:
         raise NotImplementedError(
             f"config.json: auto_map names model code of its own ({', '.join(code)}), and nothing "
