@@ -1,0 +1,84 @@
+"""Public QK-norm and rotary embedding: checks, then one marked primitive."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+from jaxtyping import Array, Float, Float32, Int32
+
+from .. import contracts
+from ..primitive import REFERENCE, define_op
+from .reference import rope_reference
+from .topology import RopeTopology, topology_for
+
+
+def _avals(qkv: Any, *_: Any, **__: Any) -> list[Any]:
+    tokens, kv_heads, group, width = qkv.shape
+    kv = ShapeDtypeStruct((tokens, kv_heads, width), qkv.dtype)
+    return [ShapeDtypeStruct((tokens, kv_heads, group - 2, width), qkv.dtype), kv, kv]
+
+
+_bind = define_op("rope", out_avals=_avals, implementations={REFERENCE: rope_reference})
+
+
+def rope(
+    qkv: Float[Array, "T Nkv G_plus_2 Dh"],
+    cos: Float32[Array, "T half"],
+    sin: Float32[Array, "T half"],
+    *,
+    backend: str,
+    q_scale: Float[Array, " Dh"] | None = None,
+    k_scale: Float[Array, " Dh"] | None = None,
+    eps: float = 1e-6,
+    num_rows: Int32[Array, ""] | None = None,
+    topology: RopeTopology | None = None,
+) -> tuple[Float[Array, "T Nkv G Dh"], Float[Array, "T Nkv Dh"], Float[Array, "T Nkv Dh"]]:
+    """Splits a fused qkv product, RMS-norms q and k per head if asked to, and rotates them.
+
+    (low, high) -> (low cos - high sin, high cos + low sin), low and high the halves of a head
+    (arXiv:2104.09864), in float32; norm and rotation are rounded once each.
+
+    Args:
+      qkv: [T, Nkv, G + 2, Dh]; per KV head its G query heads, then k, then v.
+      cos, sin: float32 [T, Dh / 2], rows of the host-made tables.
+      backend: implementation by name.
+      q_scale, k_scale: [Dh] of qkv's dtype, both or neither.
+      eps: of the per-head norm.
+      num_rows: int32 [], tokens that hold data; None: all.
+      topology: the order of operations; None: the one for Dh.
+
+    Returns:
+      q [T, Nkv, G, Dh], k [T, Nkv, Dh], v [T, Nkv, Dh] of qkv's dtype.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit (tables that are not float32 among them).
+      NotImplementedError: no such backend.
+
+    Invariance: the bits of token t depend on qkv[t], cos[t], sin[t], the scales, eps, topology
+    and backend only.
+    """
+    contracts.check_float("rope", "qkv", qkv)
+    contracts.check_shape("rope", "qkv", qkv, (None, None, None, None))
+    for name, table in (("cos", cos), ("sin", sin)):
+        contracts.check_dtype("rope", name, table, jnp.float32)
+        contracts.check_shape("rope", name, table, (qkv.shape[0], qkv.shape[3] // 2))
+    if (q_scale is None) != (k_scale is None):
+        raise ValueError("rope: expected q_scale and k_scale together, got one of them")
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale)):
+        if scale is not None:
+            contracts.check_same_dtype("rope", "qkv", qkv, name, scale)
+            contracts.check_shape("rope", name, scale, (qkv.shape[3],))
+    absent = jnp.zeros((0,), qkv.dtype)
+    q, k, v = _bind(
+        qkv,
+        cos,
+        sin,
+        absent if q_scale is None else q_scale,
+        absent if k_scale is None else k_scale,
+        contracts.row_count(qkv, num_rows),
+        backend=backend,
+        eps=eps,
+        qk_norm=q_scale is not None,
+        topology=topology or topology_for(head_dim=qkv.shape[3]),
+    )
+    return q, k, v
