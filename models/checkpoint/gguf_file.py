@@ -142,7 +142,22 @@ class _Cursor:
         if element in SCALARS:
             form = f"<{count}{SCALARS[element]}"
             return list(struct.unpack(form, self.take(struct.calcsize(form))))
+        if element == STRING:
+            return self.strings(count)
         return [self.value(element) for _ in range(count)]
+
+    def strings(self, count: int) -> list[str]:
+        """Vocabularies are long: one loop without a call for each string."""
+        data, position, unpack_length = self.data, self.position, struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            (length,) = unpack_length(data, position)
+            begin, position = position + 8, position + 8 + length
+            if position > len(data):
+                raise EOFError
+            found.append(data[begin:position].decode("utf-8"))
+        self.position = position
+        return found
 
 
 def _parse(path: Path, cursor: _Cursor) -> GgufFile:
