@@ -142,18 +142,23 @@ class Tokenizer:
             raise ValueError(f"token id {min(ids)} is negative")
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` passes over this id: it is unknown, or special and they are skipped."""
+        token = self.backend.id_to_token(int(token_id))
+        return token is None or (skip_special_tokens and token in self._special)
+
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         """The bytes one token adds to the text of a byte-level tokenizer (`is_byte_level`)."""
         token = self.backend.id_to_token(int(token_id))
-        if token is None or (skip_special_tokens and token in self._skipped):
+        if token is None or (skip_special_tokens and token in self._special):
             return b""
         try:
             return bytes(_byte_of_letter()[letter] for letter in token)
-        except KeyError:
+        except KeyError:  # an added token is spelled as it is
             return token.encode("utf-8")
 
     @functools.cached_property
-    def _skipped(self) -> frozenset[str]:
+    def _special(self) -> frozenset[str]:
         added = self.backend.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
