@@ -46,7 +46,7 @@ def upward_arrows(graph: dict[str, frozenset[str]]) -> list[str]:
     found = []
     for module, targets in graph.items():
         for target in targets & graph.keys():
-            # Importing bi_jax.models runs bi_jax/__init__.py, but nothing may lean on what it holds.
+            # Importing bi_jax.models runs bi_jax/__init__.py, but nothing leans on what it holds.
             if LAYERS.index(layer_of(target)) > LAYERS.index(layer_of(module)):
                 found.append(f"{module} -> {target}")
     return sorted(found)

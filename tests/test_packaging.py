@@ -180,7 +180,8 @@ def test_the_type_checker_finds_our_packages_in_a_plain_clone(tmp_path: Path):
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
     root = os.path.relpath(ROOT, tmp_path)
     settings["include"] = ["probe.py"]
-    settings["extraPaths"] = [root, *(f"{root}/{path}" for path in settings["extraPaths"])]
+    settings["extraPaths"] = [root]
+    settings["stubPath"] = f"{root}/{settings['stubPath']}"
     settings["venvPath"] = root
     (tmp_path / "probe.py").write_text(PYRIGHT_PROBE)
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
