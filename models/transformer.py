@@ -1,0 +1,150 @@
+"""A decoder-only transformer over a flat ragged batch of tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .attention import Attention
+from .config import TransformerConfig
+from .layers import Embedding, Linear, NormScale, Rope
+from .mlp import Mlp
+from .ops import LayerCache, TransformerOps
+
+
+class Block(nnx.Module):
+    """Attention and feed-forward; each hands its output on, the next norm adds it."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        kinds = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        self.attn_norm = NormScale(config.hidden_size, **kinds)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = NormScale(config.hidden_size, **kinds)
+        self.mlp = Mlp(config, rngs=rngs)
+
+
+class Transformer(nnx.Module):
+    """Llama, SmolLM2, Mistral, Qwen2 and Qwen3, as the config says."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+        kinds = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        self.config = config
+        self.embed = Embedding(config, rngs=rngs)
+        self.rope = Rope(config)
+        self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.final_norm = NormScale(config.hidden_size, **kinds)
+        if config.tie_word_embeddings:
+            self.lm_head = None
+        else:
+            self.lm_head = Linear((config.vocab_size, config.hidden_size), rngs=rngs, **kinds)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        batch: Any,
+        cache: Sequence[LayerCache],
+        ops: TransformerOps,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """One forward pass over T tokens of any requests.
+
+        Args:
+          tokens: int32 [T]; padding may hold any id.
+          batch: a `RaggedBatch`: where each token belongs.
+          cache: one opaque cache a layer.
+          ops: what to compute with.
+
+        Returns:
+          Final normed hidden states [T, D] and the caches, this batch's keys stored in them.
+
+        Invariance: a token's row depends on its request's tokens up to it, the parameters and the
+        ops' topology; not on T, the other requests, chunking, pages or its place in the batch.
+        """
+        eps, count = self.config.rms_norm_eps, batch.num_tokens
+        rope_rows = self.rope.rows(batch.positions)
+        stream = self.embed(tokens)
+        pending = None
+        new_cache = []
+        for block, layer_cache in zip(self.layers, cache, strict=True):
+            scale = block.attn_norm.cast_scale()
+            if pending is None:
+                normed = ops.rms_norm(stream, scale, eps=eps, num_rows=count)
+            else:
+                normed, stream = ops.add_rms_norm(pending, stream, scale, eps=eps, num_rows=count)
+            pending, layer_cache = block.attention(normed, rope_rows, layer_cache, batch, ops)
+            scale = block.mlp_norm.cast_scale()
+            normed, stream = ops.add_rms_norm(pending, stream, scale, eps=eps, num_rows=count)
+            pending = block.mlp(normed, count, ops)
+            new_cache.append(layer_cache)
+        scale = self.final_norm.cast_scale()
+        normed, _ = ops.add_rms_norm(pending, stream, scale, eps=eps, num_rows=count)
+        return normed, tuple(new_cache)
+
+    def logits(
+        self, hidden: jax.Array, ops: TransformerOps, num_rows: jax.Array | None = None
+    ) -> jax.Array:
+        """hidden [R, D] -> float32 [R, V], the accumulators unrounded."""
+        head = self.embed if self.lm_head is None else self.lm_head
+        return ops.matmul(hidden, head.cast_weight(), num_rows=num_rows, out_dtype="float32")
+
+
+def parameter_names(model: Transformer) -> dict[str, tuple[int, ...]]:
+    """Name ("layers.0.mlp.down.weight") and shape of every parameter, in a stable order."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): tuple(v.shape) for path, v in sorted(flat, key=_by_name)}
+
+
+def build_transformer(config: TransformerConfig, params: Mapping[str, Any]) -> Transformer:
+    """A transformer that holds exactly these parameters.
+
+    Args:
+      config: the model.
+      params: every parameter by name, as `parameter_names` lists them.
+
+    Raises:
+      ValueError: names are missing or left over, or a shape contradicts the config.
+    """
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    expected = parameter_names(model)
+    missing = sorted(set(expected) - set(params))
+    extra = sorted(set(params) - set(expected))
+    if missing or extra:
+        raise ValueError(
+            f"the parameters do not fit the config: missing {missing or 'none'}, "
+            f"left over {extra or 'none'}"
+        )
+    for name, shape in expected.items():
+        if tuple(params[name].shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {list(shape)}, got {list(params[name].shape)}"
+            )
+    graph, state, _ = nnx.split(model, nnx.Param, ...)
+    flat = [(path, v.replace(params[".".join(map(str, path))])) for path, v in _flat(state)]
+    return nnx.merge(graph, nnx.from_flat_state(flat), nnx.state(_Ropes(config)))
+
+
+class _Ropes(nnx.Module):
+    """The non-parameter part of a transformer, made on the host."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.rope = Rope(config)
+
+
+def _flat(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return list(nnx.to_flat_state(state))
+
+
+def _by_name(item: tuple[tuple[Any, ...], Any]) -> tuple[str, ...]:
+    return tuple(f"{part:06d}" if isinstance(part, int) else part for part in item[0])
+
+
+def random_params(config: TransformerConfig, seed: int) -> dict[str, jax.Array]:
+    """Random parameters of the config's shapes, made in one jitted program on the device."""
+
+    def make() -> dict[str, jax.Array]:
+        model = Transformer(config, rngs=nnx.Rngs(params=jax.random.key(seed, impl="threefry2x32")))
+        flat = _flat(nnx.state(model, nnx.Param))
+        return {".".join(map(str, path)): jnp.asarray(v[...]) for path, v in flat}
+
+    return jax.jit(make)()
