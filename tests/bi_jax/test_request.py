@@ -106,7 +106,7 @@ def test_request_refuses_empty_prompts_and_foreign_ids():
     request = Request(request_id="a", prompt_token_ids=[1, 9])
     assert request.prompt_token_ids == (1, 9)
     request.check_against_model(vocab_size=10, max_model_len=3)
-    with pytest.raises(ValueError, match="token id 9 at place 1 .* vocabulary of 9 tokens"):
+    with pytest.raises(ValueError, match=r"token id 9 at place 1 .* vocabulary of 9 tokens"):
         request.check_against_model(vocab_size=9, max_model_len=3)
     with pytest.raises(ValueError, match="has 2 tokens; a context of 2 tokens leaves room for at"):
         request.check_against_model(vocab_size=10, max_model_len=2)

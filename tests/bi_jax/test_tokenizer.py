@@ -1,4 +1,4 @@
-"""Encoding, decoding and chat prompts equal transformers', and folders are read as it reads them."""
+"""Encoding, decoding and chat prompts equal transformers'; folders are read as it reads them."""
 
 import json
 import shutil
@@ -122,7 +122,7 @@ def test_end_tokens_come_from_the_tokenizer_and_the_generation_config(folder):
     (folder / "generation_config.json").unlink()
     assert Tokenizer.from_pretrained(folder).eos_token_ids == (7,)
     _write(folder / "config.json", {"eos_token_id": "x"})
-    with pytest.raises(ValueError, match="eos_token_id='x' in .*config.json must be a token id"):
+    with pytest.raises(ValueError, match=r"eos_token_id='x' in .*config\.json must be a token id"):
         Tokenizer.from_pretrained(folder)
 
 
@@ -160,7 +160,7 @@ def test_tokens_that_only_the_config_knows_are_added_at_their_ids(folder):
     assert Tokenizer.from_pretrained(folder).encode("</think>") == [151668]
     config["added_tokens_decoder"]["151700"] = {"content": "<late>", "special": True}
     _write(folder / "tokenizer_config.json", config)
-    with pytest.raises(ValueError, match="says that '<late>' has id 151700, tokenizer.json says"):
+    with pytest.raises(ValueError, match=r"says that '<late>' has id 151700, tokenizer\.json says"):
         Tokenizer.from_pretrained(folder)
 
 
@@ -191,7 +191,7 @@ def test_what_is_not_there_or_not_supported_is_refused_by_name(tmp_path):
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    with pytest.raises(ValueError, match="there is no tokenizer at .*nowhere"):
+    with pytest.raises(ValueError, match=r"there is no tokenizer at .*nowhere"):
         Tokenizer.from_pretrained(tmp_path / "nowhere")
     assert "holds no tokenizer.json" in refusal(ValueError)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
