@@ -1,0 +1,58 @@
+"""Settings of the engine; every one of them is schedule and cannot change a bit."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs.
+
+    Attributes:
+      max_num_seqs: (schedule) completions in one step.
+      max_num_batched_tokens: (schedule) tokens in one step; longer prompts are cut into chunks.
+      token_buckets: (schedule) row counts that steps are compiled for, ascending; None: a few up
+        to max_num_batched_tokens.
+      page_size: (schedule) tokens a cache page; it must divide the attention's KV block or be a
+        multiple of it.
+      num_pages: (schedule) pages in the cache; None: as many as `cache_bytes` holds.
+      cache_bytes: (schedule) size of the cache when num_pages is None.
+      max_model_len: (schedule) longest sequence, prompt included; None: the model's context.
+    """
+
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 128
+    token_buckets: tuple[int, ...] | None = None
+    page_size: int = 64
+    num_pages: int | None = None
+    cache_bytes: int = 256 * 2**20
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "cache_bytes"):
+            _require_positive(name, getattr(self, name))
+        for name in ("num_pages", "max_model_len"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
+        buckets = self.token_buckets
+        if buckets is not None:
+            for bucket in buckets:
+                _require_positive("token_buckets", bucket)
+            if list(buckets) != sorted(set(buckets)) or not buckets:
+                raise ValueError(f"token_buckets={buckets} must be ascending and not empty")
+            if buckets[-1] < self.max_num_batched_tokens:
+                raise ValueError(
+                    f"token_buckets={buckets} must reach max_num_batched_tokens="
+                    f"{self.max_num_batched_tokens}"
+                )
+
+    def buckets(self) -> tuple[int, ...]:
+        """The row counts that steps are compiled for."""
+        if self.token_buckets is not None:
+            return self.token_buckets
+        decode = min(max(self.max_num_seqs, 16), self.max_num_batched_tokens)
+        return tuple(sorted({decode, self.max_num_batched_tokens}))
+
+
+def _require_positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive whole number")
