@@ -1,0 +1,63 @@
+"""The work list of the Hopper attention kernel: query tiles made from a ragged batch by integer arithmetic."""
+
+import jax
+import jax.numpy as jnp
+
+# Columns of the tile table.
+REQUEST, FIRST_ROW, BEGIN, END, POSITION, CONTEXT = range(6)
+FIELDS = 8  # columns, padded
+ALIGN = 8  # a tile starts at a multiple of this flat row: the tile of the shared-memory layout
+
+
+def max_tiles(tokens: int, requests: int, tile_tokens: int) -> int:
+    """Static bound on the number of tiles: a request adds at most one partial tile at each of its ends."""
+    return min(tokens, (tokens + requests * (tile_tokens + ALIGN - 2)) // tile_tokens)
+
+
+def make_tiles(batch, *, tokens: int, tile_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Cuts each request's query tokens into tiles of at most `tile_tokens`, longest context first.
+
+    Args:
+      batch: a RaggedBatch (positions int32[T], query_start int32[B + 1], num_tokens int32[]).
+      tokens: T.
+      tile_tokens: rows of the flat batch that a tile covers.
+
+    Returns:
+      tiles int32[N, 8], one row a tile: request, first flat row (a multiple of 8, perhaps before the request), the
+      tile's rows [begin, end) that are the request's, position of row 0 (perhaps negative), and how many keys the
+      request has once the whole batch is in its pages. Tiles from `count` on are empty.
+      count int32[1]: tiles in use.
+
+    Invariance: only integers are added; the order of tiles decides when a query is computed, never how.
+    """
+    ends = jnp.minimum(batch.query_start[1:], batch.num_tokens)
+    starts = jnp.minimum(batch.query_start[:-1], ends)
+    requests = starts.shape[0]
+    number = max_tiles(tokens, requests, tile_tokens)
+    bases = starts // ALIGN * ALIGN
+    tiles_of = jnp.where(ends > starts, (ends - bases + tile_tokens - 1) // tile_tokens, 0)
+    tile_end = jnp.cumsum(tiles_of)
+    index = jnp.arange(number, dtype=jnp.int32)
+    request = jnp.sum(tile_end[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+    used = request < requests
+    request = jnp.minimum(request, requests - 1)
+    first = bases[request] + (index - (tile_end - tiles_of)[request]) * tile_tokens
+    first = jnp.where(used, first, 0)
+    begin = jnp.maximum(starts[request] - first, 0)
+    end = jnp.where(used, jnp.minimum(ends[request] - first, tile_tokens), 0)
+    position = batch.positions[jnp.minimum(first + begin, tokens - 1)] - begin
+    context = batch.positions[jnp.maximum(ends[request] - 1, 0)] + 1
+    empty = jnp.zeros_like(request)
+    table = jnp.stack([request, first, begin, end, position, context, empty, empty], axis=1)
+    # Longest first evens out the CTAs; empty tiles sort behind all others.
+    order = jnp.argsort(jnp.where(used, -(position + end), 1), stable=True)
+    return table[order].astype(jnp.int32), tile_end[-1:].astype(jnp.int32)
+
+
+def lse_rows(tiles: jax.Array, *, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Finds, for each flat token, its tile and its place in that tile (for the log-sum-exp, kept tile by tile)."""
+    token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    first, begin, end = (tiles[None, :, field] for field in (FIRST_ROW, BEGIN, END))
+    inside = (token >= first + begin) & (token < first + end)
+    tile = jnp.argmax(inside, axis=1).astype(jnp.int32)
+    return tile, token[:, 0] - tiles[tile, FIRST_ROW]

@@ -1,0 +1,54 @@
+"""Schedules of the Hopper attention kernel: they fix its speed and cannot change a bit.
+
+The order of additions (KV blocks of one size at absolute positions, ascending; one float32 accumulator an output
+element) belongs to the topology. Everything here only says who computes a query row, and when.
+"""
+
+import dataclasses
+
+WARPGROUP_ROWS = 64  # query rows of one consumer warpgroup: the m of the wgmma instruction
+SHARED_BYTES = 232_448  # shared memory that one CTA may use on sm90
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How query rows are laid out over warpgroups and CTAs.
+
+    Attributes:
+      consumers: warpgroups that compute, 64 query rows each; 1 suits decode, 2 suits prefill.
+      stages: KV blocks in flight in shared memory, for keys and for values each.
+      ctas: CTAs of the persistent grid; one fits a multiprocessor (an H200 has 132).
+    """
+
+    consumers: int = 2
+    stages: int = 2
+    ctas: int = 132
+
+    def __post_init__(self):
+        if self.consumers not in (1, 2):
+            raise ValueError(f"consumers={self.consumers} must be 1 or 2")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+        if self.ctas < 1:
+            raise ValueError(f"ctas={self.ctas} must be at least 1")
+
+
+def warpgroup_tokens(group: int) -> int:
+    """Tokens whose query heads of one KV head fill one 64-row warpgroup.
+
+    A head's rows must start on a multiple of 8 (the tile of the shared-memory layout), so this is 8 times a whole
+    number: 64, 32, 16 and 8 tokens for groups of 1, 2, 4 and 8; groups in between leave some rows empty.
+    """
+    if not 1 <= group <= 8:
+        raise NotImplementedError(f"group={group} query heads a KV head: expected 1 to 8")
+    return 8 * (WARPGROUP_ROWS // (8 * group))
+
+
+def schedule_for(*, tokens: int, requests: int, head_dim: int, ctas: int = 132) -> Schedule:
+    """Picks the schedule of a batch of `tokens` query tokens in `requests` requests.
+
+    Invariance: every schedule gives the same bits, so this may look at the row count.
+    """
+    if tokens <= 2 * requests:  # decode: a tile holds a token or two, a second warpgroup would idle
+        return Schedule(consumers=1, stages=3 if head_dim == 128 else 6, ctas=ctas)
+    return Schedule(consumers=2, stages=2 if head_dim == 128 else 4, ctas=ctas)
