@@ -196,9 +196,10 @@ class TransformerConfig:
         for name, token in named:
             if token is None and name != "eos_token_ids":
                 continue
-            ok = isinstance(token, int) and not isinstance(token, bool)
             _require(
-                ok and 0 <= token < self.vocab_size,
+                isinstance(token, int)
+                and not isinstance(token, bool)
+                and 0 <= token < self.vocab_size,
                 f"{name}={token!r} must lie in [0, vocab_size={self.vocab_size}).",
             )
 

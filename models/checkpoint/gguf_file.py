@@ -54,9 +54,13 @@ class GgufTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufFile:
-    """An opened GGUF file; arrays of metadata are plain Python lists."""
+    """An opened GGUF file; arrays of metadata are plain Python lists.
+
+    `metadata_end` is the byte after the last metadata entry.
+    """
 
     path: Path
+    metadata_end: int
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
@@ -107,6 +111,17 @@ def open_gguf(path: str | Path) -> GgufFile:
             raise ValueError(
                 f"{path} ends inside its header or is damaged: it is no complete GGUF file."
             ) from None
+
+
+def copy_metadata(source: str | Path, target: str | Path) -> None:
+    """Writes a GGUF file with the same metadata, byte for byte, and no tensors.
+
+    It is a tokenizer without its model: scripts/convert.py puts it beside the converted weights.
+    """
+    file = open_gguf(source)
+    with file.path.open("rb") as data:
+        head = data.read(file.metadata_end)
+    Path(target).write_bytes(head[:8] + bytes(8) + head[16:])
 
 
 class _Cursor:
@@ -171,6 +186,7 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
     for _ in range(num_entries):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("I"))
+    metadata_end = cursor.position
     infos = [_tensor_info(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
@@ -178,7 +194,10 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
     start = -(-cursor.position // alignment) * alignment
     tensors = _place(path, infos, start, len(cursor.data))
     return GgufFile(
-        path=path, metadata=MappingProxyType(metadata), tensors=MappingProxyType(tensors)
+        path=path,
+        metadata_end=metadata_end,
+        metadata=MappingProxyType(metadata),
+        tensors=MappingProxyType(tensors),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -40,7 +41,12 @@ def read_config(name: str | Path) -> TransformerConfig:
 
 
 def load_params(
-    name: str | Path, config: TransformerConfig, *, dtype: str, sharding: Shardings = None
+    name: str | Path,
+    config: TransformerConfig,
+    *,
+    dtype: str,
+    sharding: Shardings = None,
+    progress: Callable[[tuple[Parameter, ...]], Iterable[Parameter]] = iter,
 ) -> dict[str, jax.Array]:
     """Reads all parameters of a model, one after the other.
 
@@ -52,6 +58,7 @@ def load_params(
       config: what `read_config` gave for it.
       dtype: "float32", "bfloat16" or "float16"; weights are rounded to it once, ties to even.
       sharding: None (the default device), one sharding for all, or path -> sharding.
+      progress: wraps what is iterated over, as `tqdm` does; Orbax does not report any.
 
     Returns:
       path -> array, in the order of the forward pass.
@@ -71,7 +78,7 @@ def load_params(
         parameter.path: place(
             _build(parameter, tensors, wanted), sharding_of(sharding, parameter.path)
         )
-        for parameter in plan
+        for parameter in progress(plan)
     }
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..config import TransformerConfig
 from .config_json import config_from_json, config_to_json
 from .huggingface import read_json
-from .placement import Shardings, host_dtype, sharding_of
+from .placement import Shardings, host_dtype, overflow_message, sharding_of
 from .plan import parameter_shapes
 
 MARKER = "bi_jax.json"
@@ -53,7 +54,8 @@ def load_orbax(
     """Restores every parameter straight into its sharding.
 
     Raises:
-      ValueError: names or shapes differ from what the configuration asks for.
+      ValueError: names or shapes differ from what the configuration asks for, or a weight does not
+        fit into the dtype.
     """
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = parameter_shapes(config)
@@ -70,7 +72,11 @@ def load_orbax(
             )
             for name, shape in shapes.items()
         }
-        return checkpointer.restore(path, target)
+        params = checkpointer.restore(path, target)
+    for name, array in params.items():
+        if dtype == "float16" and bool(jnp.isinf(array).any()):
+            raise ValueError(overflow_message(name))
+    return params
 
 
 def _check(

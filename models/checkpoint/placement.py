@@ -41,8 +41,12 @@ def cast(array: np.ndarray, dtype: np.dtype, path: str) -> np.ndarray:
         rounded = array.astype(dtype)
     # Only float16 has a smaller range than what checkpoints hold; bfloat16 keeps float32's.
     if dtype == np.float16 and np.isinf(rounded).sum() != np.isinf(array).sum():
-        raise ValueError(f"parameter {path} does not fit into float16: a weight overflows.")
+        raise ValueError(overflow_message(path))
     return rounded
+
+
+def overflow_message(path: str) -> str:
+    return f"parameter {path} does not fit into float16: a weight overflows."
 
 
 def place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
