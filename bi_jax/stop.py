@@ -37,7 +37,9 @@ class StopChecker:
         ignore_eos: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._stop = tuple(sorted(set(stop), key=len, reverse=True))
+        self._stop = tuple(dict.fromkeys(stop))
+        self._beginnings = {s[:length] for s in self._stop for length in range(1, len(s))}
+        self._last_letters = {beginning[-1] for beginning in self._beginnings}
         self._stop_token_ids = frozenset(stop_token_ids)
         self._eos_token_ids = frozenset() if ignore_eos else frozenset(eos_token_ids)
         self._min_tokens = min_tokens
@@ -59,16 +61,17 @@ class StopChecker:
 
     def push_text(self, piece: str) -> str:
         """The text that may be shown now: no stop string begins in it, whatever may follow."""
+        if not self._stop:
+            return piece
         text = self._held + piece
-        new_from = len(self._held)
         if self.num_tokens > self._min_tokens:
-            for end in range(new_from + 1, len(text) + 1):
-                match = next((s for s in self._stop if text.endswith(s, 0, end)), None)
-                if match is not None:
-                    if not self.stopped:
-                        self.stopped, self.stop_reason = True, match
-                    self._held = ""
-                    return text[: end - len(match)]
+            found = self._first_completed(text, len(self._held))
+            if found is not None:
+                start, match = found
+                if not self.stopped:
+                    self.stopped, self.stop_reason = True, match
+                self._held = ""
+                return text[:start]
         held = self._could_begin(text)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -79,14 +82,25 @@ class StopChecker:
         self._held = ""
         return text
 
+    def _first_completed(self, text: str, new_from: int) -> tuple[int, str] | None:
+        """Where the stop string starts that is completed first after `new_from`, and which it is.
+
+        Of two that end together the longer one starts first, so (end, start) is what to minimise.
+        """
+        found = []
+        for stop in self._stop:
+            start = text.find(stop, max(0, new_from - len(stop) + 1))
+            if start >= 0:
+                found.append((start + len(stop), start, stop))
+        return min(found)[1:] if found else None
+
     def _could_begin(self, text: str) -> int:
         """Length of the longest end of `text` that is the beginning of a stop string."""
-        longest = min(len(text), len(self._stop[0]) - 1) if self._stop else 0
-        for length in range(longest, 0, -1):
-            end = text[-length:]
-            if any(len(s) > length and s.startswith(end) for s in self._stop):
-                return length
-        return 0
+        if text[-1:] not in self._last_letters:
+            return 0
+        longest = min(len(text), max(map(len, self._stop)) - 1)
+        lengths = range(longest, 0, -1)
+        return next((length for length in lengths if text[-length:] in self._beginnings), 0)
 
 
 class CompletionText:
