@@ -14,7 +14,9 @@ from jax.extend.mlir.dialects import math as mlir_math
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-LOWEST = float(jnp.finfo(jnp.float32).min)  # stands for "no key yet" where -inf would make inf - inf
+LOWEST = float(
+    jnp.finfo(jnp.float32).min
+)  # stands for "no key yet" where -inf would make inf - inf
 
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)

@@ -54,8 +54,8 @@ def make_tiles(batch, *, tokens: int, tile_tokens: int) -> tuple[jax.Array, jax.
     return table[order].astype(jnp.int32), tile_end[-1:].astype(jnp.int32)
 
 
-def lse_rows(tiles: jax.Array, *, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Finds, for each flat token, its tile and its place in that tile (for the log-sum-exp, kept tile by tile)."""
+def token_places(tiles: jax.Array, *, tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Finds each flat token's tile and its row in the tile, both int32 [T]."""
     token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     first, begin, end = (tiles[None, :, field] for field in (FIRST_ROW, BEGIN, END))
     inside = (token >= first + begin) & (token < first + end)

@@ -29,8 +29,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..ragged import RaggedBatch
 from . import hopper_work as work
-from .hopper_math import LN_2, LOG2_E, LOWEST, ROW, TILE, fused_multiply_add, rows_to_tile, store_plain
+from .hopper_math import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    ROW,
+    TILE,
+    fused_multiply_add,
+    rows_to_tile,
+    store_plain,
+)
 from .schedule import SHARED_BYTES, WARPGROUP_ROWS, Schedule, warpgroup_tokens
 
 CONSUMER_REGISTERS = 232  # two warpgroups of consumers and one loader share 65,536 registers
@@ -42,7 +52,6 @@ I32 = jnp.int32
 class Problem:
     """Static facts of one attention call: shapes, and what fixes its bits."""
 
-    tokens: int
     kv_heads: int
     group: int
     head_dim: int
@@ -77,7 +86,9 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict:
         q_smem=plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled),
         k_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
         v_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
-        o_smem=plgpu.SMEM((wgs, rows, dim), dtype),  # plain rows: single tokens of a partial tile leave from here
+        o_smem=plgpu.SMEM(
+            (wgs, rows, dim), dtype
+        ),  # plain rows: single tokens of a partial tile leave from here
         lse_smem=plgpu.SMEM((wgs, rows), jnp.float32),
         q_loaded=plgpu.Barrier(num_arrivals=problem.group, num_barriers=wgs),
         q_consumed=plgpu.Barrier(num_arrivals=wgs),
@@ -198,7 +209,10 @@ def load_items(refs, scratch, problem: Problem, schedule: Schedule):
                 def _(name=name):
                     plgpu.barrier_wait(scratch[f"{name}_consumed"].at[slot])
 
-                target, loaded = scratch[f"{name}_smem"].at[slot], scratch[f"{name}_loaded"].at[slot]
+                target, loaded = (
+                    scratch[f"{name}_smem"].at[slot],
+                    scratch[f"{name}_loaded"].at[slot],
+                )
                 load_block(pages, source, target, loaded, item.head)
             return step + 1
 
@@ -219,7 +233,9 @@ def load_items(refs, scratch, problem: Problem, schedule: Schedule):
 
 def multiply_accumulate(acc, p, v_ref, interpreted_p_smem):
     """acc + p @ v with p in registers (in shared memory when interpreted)."""
-    if interpreted_p_smem is not None:  # neither run_state nor an operand in registers is interpreted
+    if (
+        interpreted_p_smem is not None
+    ):  # neither run_state nor an operand in registers is interpreted
         interpreted_p_smem[...] = p
 
         def product(acc_ref):
@@ -244,7 +260,9 @@ def zero_tail(v_ref, valid, problem: Problem):
     plgpu.commit_smem()
 
 
-def attend_block(block, slot, carry, bounds, wg, scratch, problem: Problem, schedule: Schedule, *, masked: bool):
+def attend_block(
+    block, slot, carry, bounds, wg, scratch, problem: Problem, schedule: Schedule, *, masked: bool
+):
     """One KV block of the online softmax: the body that every query row of every schedule goes through.
 
     bounds = (position of the warpgroup's first row, tokens a head, keys in context, last block).
@@ -271,6 +289,7 @@ def attend_block(block, slot, carry, bounds, wg, scratch, problem: Problem, sche
     plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
 
     if masked:
+
         @pl.when(block == last_block)
         def _():
             plgpu.barrier_arrive(scratch["q_consumed"])
@@ -300,7 +319,9 @@ def attend_block(block, slot, carry, bounds, wg, scratch, problem: Problem, sche
     if masked:
         valid = context - block * width
 
-        @pl.when((valid < width) & (wg == 0))  # warpgroup 1's turn at these values comes after warpgroup 0's
+        @pl.when(
+            (valid < width) & (wg == 0)
+        )  # warpgroup 1's turn at these values comes after warpgroup 0's
         def _():
             zero_tail(v_ref, valid, problem)
 
@@ -335,7 +356,9 @@ def store_rows(outs, item: Item, wg, o, lse, scratch, problem: Problem, schedule
         @pl.loop(begin, end)
         def _(t):
             for g in range(problem.group):
-                plgpu.copy_smem_to_gmem(staged.at[g * wg_tokens + t], o_gmem.at[first + t, item.head, g])
+                plgpu.copy_smem_to_gmem(
+                    staged.at[g * wg_tokens + t], o_gmem.at[first + t, item.head, g]
+                )
 
     if schedule.consumers > 1:
         whole = end - begin == wg_tokens
@@ -365,7 +388,9 @@ def compute_items(refs, outs, scratch, problem: Problem, schedule: Schedule):
         def run(first, last, carry, masked):
             def one(block, carry):
                 slot = lax.rem(step + block - lo, I32(schedule.stages))
-                return attend_block(block, slot, carry, bounds, wg, scratch, problem, schedule, masked=masked)
+                return attend_block(
+                    block, slot, carry, bounds, wg, scratch, problem, schedule, masked=masked
+                )
 
             return lax.fori_loop(first, last, one, carry)
 
@@ -376,7 +401,9 @@ def compute_items(refs, outs, scratch, problem: Problem, schedule: Schedule):
         plain_start = lo
         if problem.window is not None:
             behind = position + wg_tokens - problem.window  # first key that all rows see
-            plain_start = jnp.clip(lax.div(jnp.maximum(behind, 0) + width - 1, I32(width)), lo, plain_end)
+            plain_start = jnp.clip(
+                lax.div(jnp.maximum(behind, 0) + width - 1, I32(width)), lo, plain_end
+            )
 
         plgpu.barrier_wait(scratch["q_loaded"].at[wg])
         carry = (
@@ -422,7 +449,10 @@ def launch(q, k_pages, v_pages, tiles, count, page_table, problem: Problem, sche
     lse_shape = (tiles.shape[0], problem.kv_heads, schedule.consumers, WARPGROUP_ROWS)
     return plgpu.kernel(
         attention_hopper_kernel,
-        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)),
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+        ),
         scratch_types=scratch_types(problem, schedule),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         grid=(schedule.ctas,),
@@ -433,75 +463,94 @@ def launch(q, k_pages, v_pages, tiles, count, page_table, problem: Problem, sche
     )(q, k_pages, v_pages, tiles, count, page_table)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "window", "kv_block", "schedule", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("scale", "window", "kv_block", "schedule", "interpret")
+)
 def attention_hopper(
-    q, k_pages, v_pages, batch, *, scale: float, window: int | None, kv_block: int, schedule: Schedule,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    window: int | None,
+    kv_block: int,
+    schedule: Schedule,
     interpret: bool = False,
-):
+) -> tuple[jax.Array, jax.Array]:
     """Attends each query token to its request's paged keys, on a Hopper GPU.
 
     Args:
-      q: [T, Nq, Dh] bfloat16 or float16, normed and roped; heads kv-major (head = kv head * G + place in group).
-      k_pages, v_pages: [P, Nkv, Tp, Dh], q's dtype; the batch's own keys and values are already in them.
-      batch: RaggedBatch: positions int32[T], request int32[T], query_start int32[B + 1], page_table int32[B, Mp],
-        num_tokens int32[].
+      q: [T, Nkv, G, Dh] bfloat16 or float16, normed and roped.
+      k_pages, v_pages: [P, Nkv, Tp, Dh] of q's dtype; the batch's own tokens are already in them.
+      batch: where each token belongs; tokens of a request stand together at consecutive positions.
       scale: multiplies the scores; positive.
       window: keys a query sees, itself included; None for all.
       kv_block: keys a block (topology).
-      schedule: a Schedule.
-      interpret: run the kernel in the GPU interpret mode, for tests; it does not give the GPU's bits.
+      schedule: who computes which rows; cannot change a bit.
+      interpret: run in the GPU interpret mode, for tests; it does not give the GPU's bits.
 
     Returns:
-      o [T, Nq, Dh] in q's dtype, and lse float32 [T, Nq] (natural logarithm). Rows from num_tokens on are undefined.
+      o [T, Nkv, G, Dh] in q's dtype, and the log-sum-exp of the scaled scores, float32
+      [T, Nkv, G]. Rows from num_tokens on are undefined.
 
     Raises:
       NotImplementedError: a shape or dtype that this kernel does not serve.
-      ValueError: a scale that is not positive, or a page size that does not fit the KV block.
+      ValueError: a scale that is not positive, or a schedule that does not fit the chip.
 
-    Invariance: a token's o and lse depend on its own query, its request's keys and values up to its position, scale,
-    window and kv_block; not on the other rows, the chunk it came in, the page numbers, or the schedule.
+    Invariance: a token's o and lse depend on its own query, its request's keys and values up to its
+    position, scale, window and kv_block; not on the other rows, the chunk it came in, page ids, the
+    page size, or the schedule.
     """
-    tokens, q_heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
-    _check(q, k_pages, v_pages, scale, window, kv_block)
-    group = q_heads // kv_heads
+    tokens, kv_heads, group, head_dim = q.shape
+    _check(q, k_pages, scale, kv_block)
+    padded = -(-tokens // work.ALIGN) * work.ALIGN
     problem = Problem(
-        tokens=tokens, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size,
-        dtype=jnp.dtype(q.dtype), scale=float(scale), window=window, kv_block=kv_block, interpret=interpret,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        page_size=k_pages.shape[2],
+        dtype=jnp.dtype(q.dtype),
+        scale=float(scale),
+        window=window,
+        kv_block=kv_block,
+        interpret=interpret,
     )
     if (needed := shared_bytes(problem, schedule)) > SHARED_BYTES:
-        raise ValueError(f"{schedule} needs {needed} bytes of shared memory, more than {SHARED_BYTES}")
-    wg_tokens = warpgroup_tokens(group)
-    tiles, count = work.make_tiles(batch, tokens=tokens, tile_tokens=wg_tokens * schedule.consumers)
+        raise ValueError(f"{schedule} needs {needed} bytes of shared memory, over {SHARED_BYTES}")
+    tile_tokens = warpgroup_tokens(group) * schedule.consumers
+    tiles, count = work.make_tiles(batch, tokens=tokens, tile_tokens=tile_tokens)
     schedule = dataclasses.replace(schedule, ctas=min(schedule.ctas, tiles.shape[0] * kv_heads))
-    grouped = q.reshape(tokens, kv_heads, group, head_dim)
-    o, lse_tiles = launch(grouped, k_pages, v_pages, tiles, count, batch.page_table, problem, schedule)
-    tile, place = work.lse_rows(tiles, tokens=tokens)
-    lse = lse_tiles.reshape(tiles.shape[0], kv_heads, schedule.consumers, WARPGROUP_ROWS)
-    row = jnp.arange(group)[None, :] * wg_tokens + (place % wg_tokens)[:, None]
-    lse = lse[tile[:, None, None], jnp.arange(kv_heads)[None, :, None], (place // wg_tokens)[:, None, None], row[:, None]]
-    return o.reshape(q.shape), lse.reshape(tokens, q_heads)
+    if padded != tokens:
+        q = jnp.pad(q, ((0, padded - tokens), (0, 0), (0, 0), (0, 0)))
+    o, lse_tiles = launch(q, k_pages, v_pages, tiles, count, batch.page_table, problem, schedule)
+    return o[:tokens], _untile_lse(lse_tiles, tiles, tokens, group)
 
 
-def _check(q, k_pages, v_pages, scale, window, kv_block):
-    tokens, q_heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
+def _untile_lse(lse_tiles: jax.Array, tiles: jax.Array, tokens: int, group: int) -> jax.Array:
+    """lse float32 [tiles, Nkv, consumers, 64] -> [T, Nkv, G]; dropped where nobody asks for it."""
+    tile, place = work.token_places(tiles, tokens=tokens)
+    wg_tokens = warpgroup_tokens(group)
+    wg, place = (x[:, None, None] for x in (place // wg_tokens, place % wg_tokens))
+    head = jnp.arange(lse_tiles.shape[1])[None, :, None]
+    row = jnp.arange(group)[None, None, :] * wg_tokens + place
+    return lse_tiles[tile[:, None, None], head, wg, row]
+
+
+def _check(q: jax.Array, k_pages: jax.Array, scale: float, kv_block: int) -> None:
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"attention on Hopper takes bfloat16 or float16 queries, got {q.dtype}")
-    if not q.dtype == k_pages.dtype == v_pages.dtype:
-        raise ValueError(f"q, k_pages, v_pages must share a dtype, got {q.dtype}, {k_pages.dtype}, {v_pages.dtype}")
-    if k_pages.shape != v_pages.shape or k_pages.shape[-1] != head_dim:
-        raise ValueError(f"pages must be [P, Nkv, Tp, {head_dim}], got {k_pages.shape} and {v_pages.shape}")
-    if head_dim not in (64, 128):
-        raise NotImplementedError(f"attention on Hopper serves head sizes 64 and 128, got {head_dim}")
-    if q_heads % kv_heads:
-        raise ValueError(f"{q_heads} query heads are no multiple of {kv_heads} KV heads")
-    if kv_block != 128:
-        if kv_block != 64:
-            raise NotImplementedError(f"kv_block={kv_block}: expected 128 (or 64)")
+        raise NotImplementedError(f"Hopper attention takes bfloat16 or float16, got {q.dtype}")
+    if q.shape[3] not in (64, 128):
+        raise NotImplementedError(
+            f"Hopper attention serves head sizes 64 and 128, got {q.shape[3]}"
+        )
+    if kv_block not in (64, 128):
+        raise NotImplementedError(f"Hopper attention serves kv_block 64 and 128, got {kv_block}")
+    page_size = k_pages.shape[2]
     if page_size % 8 or (page_size % kv_block and kv_block % page_size):
-        raise ValueError(f"page_size={page_size} must be a multiple of 8 that divides, or is a multiple of, {kv_block}")
+        raise NotImplementedError(
+            f"page_size={page_size} must be a multiple of 8, and divide kv_block={kv_block} or be "
+            "a multiple of it"
+        )
     if scale <= 0:
         raise ValueError(f"scale={scale} must be positive")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1, or None")
