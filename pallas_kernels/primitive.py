@@ -26,6 +26,10 @@ _PLATFORMS = {
     HOPPER_INTERPRET: ("cpu",),
 }
 
+# Every primitive that `define_op` made, to the modules of its implementations. Primitives compare
+# by identity, so another one of the same name is not in here.
+_MADE: dict[Any, tuple[str, ...]] = {}
+
 Implementation = Callable[..., Sequence[jax.Array]]
 OutAvals = Callable[..., Sequence[jax.ShapeDtypeStruct]]
 
@@ -82,6 +86,7 @@ def define_op(
     primitive.def_abstract_eval(abstract_eval)
     mlir.register_lowering(primitive, lower, inline=False)
     batching.primitive_batchers[primitive] = refuse_vmap
+    _MADE[primitive] = tuple(sorted({i.__module__ for i in implementations.values()}))
 
     def bind(*operands: jax.Array, backend: str, **params: Any) -> tuple[jax.Array, ...]:
         if backend not in implementations:
@@ -95,7 +100,10 @@ def define_op(
 
 
 def is_marked(primitive: Any) -> bool:
-    """Whether a jaxpr equation's primitive is one made by `define_op`."""
-    return primitive.name.startswith(PREFIX) and (
-        batching.primitive_batchers.get(primitive) is not None
-    )
+    """Whether a jaxpr equation's primitive is one made by `define_op`; its name proves nothing."""
+    return primitive in _MADE
+
+
+def defining_modules(primitive: Any) -> tuple[str, ...]:
+    """Modules of a marked primitive's implementations, sorted; empty for other primitives."""
+    return _MADE.get(primitive, ())
