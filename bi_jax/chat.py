@@ -1,21 +1,22 @@
 """Chat templates: where a model folder keeps them, and how they are rendered.
 
-A template is a program that came with the weights, so it runs in jinja2's immutable sandbox, sees
-plain JSON-like data only, and may not reach an attribute that begins with an underscore. It can
-ask for today's date; it is told a fixed one, so that a prompt does not change at midnight.
+A template is a program that came with the weights, so it runs in a sandbox and sees plain JSON-like
+data only. It can ask for today's date; it is told a fixed one, so that a prompt does not change at
+midnight.
 """
 
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import ext, nodes, sandbox, utils
+from jinja2 import sandbox
+
+from bi_jax.chat_sandbox import RefusedByTemplate, compile_template
 
 # What Llama 3's own template falls back to when nobody tells it the date.
 DEFAULT_CHAT_DATE = datetime.date(2024, 7, 26)
@@ -113,10 +114,10 @@ def render_chat(
         "strftime_now": strftime_now,
     }
     try:
-        return _compile(template).render(variables)
+        return compile_template(template).render(variables)
     except jinja2.TemplateSyntaxError as error:
         reason = f"is not valid jinja2: {error.message} (line {error.lineno})"
-    except _RefusedByTemplate as error:
+    except RefusedByTemplate as error:
         reason = f"refuses this conversation: {error}"
     except sandbox.SecurityError as error:
         reason = f"tried something that is not allowed: {error}"
@@ -127,78 +128,6 @@ def render_chat(
     except Exception as error:  # a template can raise anything that Python can
         reason = f"failed on this conversation: {type(error).__name__}: {error}"
     raise ValueError(f"the chat template {' '.join(reason.split())}")
-
-
-class _RefusedByTemplate(jinja2.TemplateError):
-    """The template itself called raise_exception."""
-
-
-class _GenerationTag(ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks the assistant's words; the text stays as is.
-
-    It is a call block, as in transformers, because that gives its body a scope of its own.
-    """
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own protocol)
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_passed_through"), [], [], body).set_lineno(line)
-
-    def _passed_through(self, caller: Any) -> str:
-        return caller()
-
-
-class _GuardedNamespace(utils.Namespace):
-    """jinja2's namespace without names that begin with an underscore."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        for name in dict(*args[1:], **kwargs):
-            _check_name(name)
-        utils.Namespace.__init__(*args, **kwargs)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise sandbox.SecurityError(f"a namespace may not hold the name {name!r}")
-
-
-def _refuse(message: str) -> None:
-    raise _RefusedByTemplate(message)
-
-
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike jinja2's own filter it escapes nothing for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(template: str) -> jinja2.Template:
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["dict"] = _make_dict
-    environment.globals["namespace"] = _GuardedNamespace
-    return environment.from_string(template)
 
 
 def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

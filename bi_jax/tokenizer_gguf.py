@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-HINT = "name a folder that has the model's tokenizer.json with --tokenizer"
+from bi_jax.tokenizer_parts import HINT, TokenizerParts, set_bos_and_eos
 
 # GGUF's token types.
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
@@ -66,18 +66,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class GgufTokenizer:
-    """What a GGUF file says about its tokenizer."""
-
-    backend: Tokenizer
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    special_tokens: Mapping[str, str]
-    chat_templates: Mapping[str, str]
-
-
-def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> GgufTokenizer:
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Builds the tokenizer that a GGUF file's metadata describes.
 
     Args:
@@ -110,25 +99,19 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> GgufTokenizer:
         token_id = _token_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens))
         if token_id is not None:
             special[f"{field}_token"] = tokens[token_id]
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", pre.adds_bos))
+    add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    set_bos_and_eos(backend, special, add_bos, add_eos)
     ends = [
         _token_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens))
         for key in ("eos", "eot", "eom")
     ]
-    return GgufTokenizer(
+    return TokenizerParts(
         backend=backend,
         eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         bos_token_id=_token_id(metadata, "tokenizer.ggml.bos_token_id", len(tokens)),
         special_tokens=special,
         chat_templates=_chat_templates(metadata),
-    )
-
-
-def added_bos_and_eos(metadata: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether a text gets a BOS token in front and an EOS token behind."""
-    pre = PRE_TOKENIZERS[metadata.get("tokenizer.ggml.pre", "default")]
-    return (
-        bool(metadata.get("tokenizer.ggml.add_bos_token", pre.adds_bos)),
-        bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
     )
 
 
