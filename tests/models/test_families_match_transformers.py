@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bi_jax.kv_cache import LayerPages
+from bi_jax.kv_cache import make_cache
 from bi_jax.models.checkpoint import load_params, parameter_shapes, read_config
 from bi_jax.models.config import RopeConfig, TransformerConfig
 from bi_jax.models.transformer import Transformer, build_transformer, parameter_names
@@ -62,11 +62,7 @@ def model_logits(
 ) -> list[np.ndarray]:
     model: Transformer = build_transformer(config, params)
     batch, num_pages = ragged([len(prompt) for prompt in prompts])
-    shape = (num_pages, config.num_kv_heads, PAGE_TOKENS, config.head_dim)
-    cache = [
-        LayerPages(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
-        for _ in range(config.num_layers)
-    ]
+    cache = make_cache(config, num_pages=num_pages, page_size=PAGE_TOKENS)
     ops = transformer_ops(config, backend="reference")
     hidden, _ = model(jnp.asarray(np.concatenate(prompts)), batch, cache, ops)
     logits = np.asarray(model.logits(hidden, ops, batch.num_tokens))
