@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from jaxtyping import Float32, Float64
 
 from .config import FrequencyFactors, LinearScaling, Llama3Scaling, RopeConfig, TransformerConfig
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float64[np.ndarray, " half_Dh"]:
     """Angle per position of each pair (i, i + Dh / 2).
 
     Args:
@@ -47,7 +48,9 @@ def _llama3(frequencies: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
-def rope_tables(config: TransformerConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
+def rope_tables(
+    config: TransformerConfig, length: int
+) -> tuple[Float32[np.ndarray, "L half_Dh"], Float32[np.ndarray, "L half_Dh"]]:
     """Cosine and sine of the angles of positions 0 to `length` - 1.
 
     Args:

@@ -77,6 +77,9 @@ class _Fields:
 
 
 def _config(file: GgufFile) -> TransformerConfig:
+    parts = file.metadata.get("split.count", 1)
+    if parts > 1:
+        raise NotImplementedError(f"it is one of {parts} parts; join them to one file first.")
     architecture = file.metadata.get("general.architecture")
     family = family_for_gguf(architecture)
     fields = _Fields(file, str(architecture))

@@ -28,7 +28,6 @@ def download(name: str, *, weights: bool) -> Path:
     """
     try:
         import huggingface_hub
-        import huggingface_hub.errors
     except ImportError:
         raise ValueError(
             f"{name} is no local path, and a model of the hub needs the package huggingface_hub; "
@@ -37,7 +36,7 @@ def download(name: str, *, weights: bool) -> Path:
     patterns = DESCRIPTION + (WEIGHTS if weights else [])
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+    except Exception as error:  # among others whatever its HTTP library raises
         raise ValueError(
             f"{name} is no local path, and the hub's model of that name cannot be had "
             f"({type(error).__name__}): this machine may be offline, or the name is wrong."

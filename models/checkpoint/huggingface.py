@@ -21,7 +21,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError if it is not one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}.")

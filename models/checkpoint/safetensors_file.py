@@ -51,13 +51,15 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name} has dtype {tensor.dtype}, which is not supported "
                 f"(expected one of {', '.join(DTYPES)}; quantised weights are not read)."
             )
-        count = tensor.num_bytes // dtype.itemsize
-        flat = np.fromfile(self.path, dtype=dtype, count=count, offset=tensor.offset)
-        if len(flat) != math.prod(tensor.shape):
+        count = math.prod(tensor.shape)
+        if tensor.num_bytes != count * dtype.itemsize:
             raise ValueError(
                 f"{self.path}: tensor {name} has {tensor.num_bytes} bytes, which does not fit "
                 f"shape {tensor.shape} of {tensor.dtype}."
             )
+        flat = np.fromfile(self.path, dtype=dtype, count=count, offset=tensor.offset)
+        if len(flat) != count:
+            raise ValueError(f"{self.path} ends inside tensor {name}: it was cut while being read.")
         return flat.reshape(tensor.shape)
 
 
@@ -80,22 +82,28 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
         )
     start = 8 + length
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_without_duplicates)
         header.pop("__metadata__", None)
         tensors = {name: _stored(entry, start) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is damaged: its header cannot be read.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: its header cannot be read ({error}).") from None
     end = max((t.offset + t.num_bytes for t in tensors.values()), default=start)
     if end > size:
         raise ValueError(f"{path} is truncated: its tensors end at byte {end}, it ends at {size}.")
     return SafetensorsFile(path=path, tensors=tensors)
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("a name is there twice")
+    return dict(pairs)
+
+
 def _stored(entry: Mapping[str, Any], start: int) -> StoredTensor:
     begin, end = entry["data_offsets"]
     shape = tuple(int(extent) for extent in entry["shape"])
     if not 0 <= begin <= end or any(extent < 0 for extent in shape):
-        raise ValueError
+        raise ValueError(f"byte range {begin} to {end} of shape {shape}")
     return StoredTensor(
         dtype=str(entry["dtype"]), shape=shape, offset=start + begin, num_bytes=end - begin
     )

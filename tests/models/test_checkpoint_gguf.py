@@ -90,7 +90,7 @@ def write_gguf(
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}.get(
             type(value), writer.add_array
         )
-        add(f"{architecture}.{key}", value)
+        add(key if key.startswith("split.") else f"{architecture}.{key}", value)
     writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(config.vocab_size)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -178,6 +178,7 @@ def test_linear_scaling_and_window(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"rope.scaling.type": "yarn"}, r"rope\.scaling\.type='yarn' is not supported"),
+        ({"split.count": 3}, "is one of 3 parts"),
         ({"expert_count": 8}, "expert_count=8 is not supported"),
         ({"rope.dimension_count": 32}, "rope.dimension_count=32 is not supported"),
         ({"attention.head_count_kv": [2, 1]}, "head_count_kv differs between layers"),

@@ -234,6 +234,42 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
         load_params(folder, read_config(folder), dtype="float32")
 
 
+def _header(path: Path, text: str) -> Path:
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(64))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 2}', "a name is there twice"),
+        ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}', "byte range 8 to 0"),
+        ('{"a": {"dtype": "F32", "shape": [2]}}', "header cannot be read"),
+        ("[1, 2]", "header cannot be read"),
+        ("[" * 100_000, "header cannot be read"),
+        ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 65]}}', "is truncated"),
+        ('{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', "does not fit shape"),
+        ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}', "does not fit shape"),
+    ],
+)
+def test_a_bad_header(tmp_path: Path, text: str, message: str) -> None:
+    path = _header(tmp_path / "model.safetensors", text)
+    with pytest.raises(ValueError, match=message):
+        open_safetensors(path).read("a")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "smollm2"])
+def test_the_package_reads_the_same(name: str) -> None:
+    from safetensors.numpy import load_file
+
+    path = CHECKPOINTS / name / "model.safetensors"
+    theirs, ours = load_file(path), open_safetensors(path)
+    assert theirs.keys() == ours.tensors.keys()
+    for tensor, value in theirs.items():
+        got = ours.read(tensor)
+        assert (got.dtype, got.shape, got.tobytes()) == (value.dtype, value.shape, value.tobytes())
+
+
 @given(place=st.integers(0, 2500), byte=st.integers(0, 255))
 @settings(max_examples=60, deadline=None)
 def test_a_damaged_header_is_an_ordinary_error(
