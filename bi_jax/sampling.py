@@ -174,6 +174,7 @@ def sample(
     num_rows: Int32[Array, ""] | None = None,
     top: int = 0,
     filters: bool = True,
+    target: Int32[Array, " R"] | None = None,
 ) -> TokenChoice:
     """Draws one token of every row and scores it. For use inside a jitted step.
 
@@ -185,6 +186,7 @@ def sample(
       top: how many most likely tokens to report too, static.
       filters: static; False leaves the search for the cut out of the program. It changes no bit
         as long as no row is filtered.
+      target: int32 [R]; a row whose entry is 0 or more is not drawn but scored as `score` does.
 
     Invariance: what comes out for row r depends on logits[r] and the entries r of rows only.
     """
@@ -194,6 +196,8 @@ def sample(
     token, bad_row = choose_token(
         logits, words, rows.inv_temperature, *cut, backend=backend, num_rows=num_rows
     )
+    if target is not None:
+        token = jnp.where(target >= 0, target, token)
     logprob, top_ids, top_logprobs = _score(logits, token, rows, cut, backend, num_rows, top)
     return TokenChoice(
         token=token, logprob=logprob, bad_row=bad_row, top_ids=top_ids, top_logprobs=top_logprobs

@@ -1,6 +1,5 @@
 """Paged causal attention on a CPU, every operation at one fixed number of queries."""
 
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -113,5 +112,3 @@ def update(
         jnp.where(any_seen, old_total + sums, total),
         jnp.where(any_seen[..., None], old_acc + mixed, acc),
     )
-
-

@@ -1,0 +1,46 @@
+"""The `bi-jax` command. Bad input is one sentence on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .generate_command import add_generate_arguments, run_generate
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status: 0, 1 (a check failed) or 2 (bad input)."""
+    parser = argparse.ArgumentParser(
+        prog="bi-jax", description="Batch-invariant inference for language models in JAX."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate = commands.add_parser(
+        "generate",
+        help="a model answers prompts",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_generate_arguments(generate)
+    arguments = parser.parse_args(argv)
+    try:
+        return run_generate(arguments)
+    except (ValueError, NotImplementedError, OSError) as error:
+        sys.stdout.flush()
+        print(f"error: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        name = f" {error.filename!r}" if error.filename else ""
+        return f"{error.strerror}:{name}" if name else error.strerror
+    return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Completions as JSONL, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .prompts_file import PromptLine
+from .request import CompletionOutput, RequestOutput, TopLogprobs
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class OutputFile:
+    """Opens a temporary file beside the target at once, so that a bad path fails before the work.
+
+    Raises:
+      OSError: (on entering) the folder cannot be written.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = None if path is None else Path(path)
+        self._temporary: Path | None = None
+
+    def __enter__(self) -> OutputFile:
+        if self._path is not None:
+            if self._path.is_dir():
+                raise IsADirectoryError(21, "the output path is a folder", str(self._path))
+            try:
+                handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".bi-jax-")
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
+            os.close(handle)
+            self._temporary = Path(name)
+        return self
+
+    def write(
+        self, lines: Sequence[PromptLine], outputs: Sequence[RequestOutput], engine: Engine
+    ) -> None:
+        """One line a completion: ids, text, log-probabilities, seed, reason and identity."""
+        if self._path is None or self._temporary is None:
+            return
+        records = [
+            _record(line, output, completion, engine)
+            for line, output in zip(lines, outputs, strict=True)
+            for completion in output.outputs
+        ]
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        self._temporary.write_text(text, encoding="utf-8")
+        mask = os.umask(0)
+        os.umask(mask)
+        self._temporary.chmod(0o666 & ~mask)
+        os.replace(self._temporary, self._path)
+        self._temporary = None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._temporary is not None:
+            self._temporary.unlink(missing_ok=True)
+
+
+def _record(
+    line: PromptLine, output: RequestOutput, completion: CompletionOutput, engine: Engine
+) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "request_id": output.request_id,
+        "index": completion.index,
+        "prompt": line.prompt,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "logprobs": _floats(completion.logprobs),
+        "logprob_bits": [f"{bits:08x}" for bits in completion.logprobs.view(np.uint32)],
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "seed": completion.seed,
+        "identity": completion.identity,
+        "weights_version": completion.weights_version,
+        "model": engine.model_name,
+    }
+    if completion.top_logprobs is not None:
+        record["top_logprobs"] = _top(completion.top_logprobs)
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = _floats(output.prompt_logprobs)
+    if output.prompt_top_logprobs is not None:
+        record["prompt_top_logprobs"] = _top(output.prompt_top_logprobs)
+    return record
+
+
+def _floats(values: np.ndarray) -> list[float | None]:
+    """JSON numbers; what JSON cannot say (NaN, -inf) is null, and `logprob_bits` keeps its bits."""
+    return [float(v) if np.isfinite(v) else None for v in values]
+
+
+def _top(top: TopLogprobs) -> list[list[list[float | int | None]]]:
+    return [
+        [[int(i), v] for i, v in zip(ids, _floats(values), strict=True)]
+        for ids, values in zip(top.token_ids, top.logprobs, strict=True)
+    ]

@@ -1,0 +1,232 @@
+"""The one place that jits: runs a step's plan in the smallest bucket that holds it."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from bi_jax.models.cast import to_compute_dtype
+from bi_jax.models.ops import TransformerOps
+from bi_jax.models.transformer import Transformer
+from bi_jax.pallas_kernels.ragged import RaggedBatch
+
+from . import flags
+from .batch import LogitRow, TokenArrays, bucket_for, token_arrays
+from .kv_cache import make_cache
+from .sampling import RowSampling, SamplingRows, TokenChoice, row_sampling, sample, stack_rows
+from .scheduler import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """Shapes of the compiled steps; all of it is schedule."""
+
+    token_buckets: tuple[int, ...]
+    max_num_seqs: int
+    num_pages: int
+    page_size: int
+    max_model_len: int
+
+    @property
+    def pages_a_request(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LogitRows:
+    """The rows of logits that a step needs, as arrays of R entries.
+
+    Attributes:
+      row: int32 [R], index into the step's tokens.
+      target: int32 [R], the token to score, or CHOOSE.
+      num_rows: int32 [], entries that are real.
+      sampling: the rows' sampling parameters.
+    """
+
+    row: Any
+    target: Any
+    num_rows: Any
+    sampling: SamplingRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepArguments:
+    """A step on the host: its arrays, padded to its buckets, and what is static about it."""
+
+    tokens: TokenArrays
+    rows: LogitRows
+    top: int
+    filters: bool
+
+    @property
+    def program(self) -> tuple[int, int, int, bool]:
+        """Which compiled program runs it: tokens, logit rows, top tokens, filters."""
+        return len(self.tokens.tokens), len(self.rows.row), self.top, self.filters
+
+
+def compute_state(state: nnx.State, dtype: str) -> nnx.State:
+    """A copy of a model's state with every parameter cast to the compute dtype, once.
+
+    Sampler and trainer round parameters by the same function, so both see the same bits. Tables
+    that are no parameters (rotary) keep their dtype.
+    """
+
+    def cast(variable: Any) -> Any:
+        if isinstance(variable, nnx.Param):
+            return variable.replace(to_compute_dtype(variable[...], dtype))
+        return variable
+
+    return jax.tree.map(cast, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+
+class Runner:
+    """Holds parameters and cache on the device and runs steps.
+
+    A program is compiled for each (token bucket, logit rows, top tokens, filters) that comes up;
+    which one runs is schedule.
+    """
+
+    def __init__(
+        self, model: Transformer, ops: TransformerOps, config: RunnerConfig, *, backend: str
+    ) -> None:
+        self.config = config
+        self.model_config = model.config
+        self._ops = ops
+        self._backend = backend
+        self._graph, state = nnx.split(model)
+        self._state = compute_state(state, model.config.dtype)
+        self._cache = make_cache(
+            model.config, num_pages=config.num_pages, page_size=config.page_size
+        )
+        options = flags.compiler_options(jax.default_backend())
+        self._step = jax.jit(
+            self._step_function,
+            static_argnames=("top", "filters"),
+            donate_argnames=("cache",),
+            compiler_options=options,
+        )
+        self.programs: dict[tuple[int, int, int, bool], float] = {}
+        self.buckets_used: set[int] = set()
+
+    def step_arguments(self, plan: StepPlan, rows: Sequence[LogitRow]) -> StepArguments:
+        """The host arrays of a step, in the smallest buckets that hold it."""
+        config = self.config
+        tokens = bucket_for(plan.num_tokens, config.token_buckets)
+        few = min(tokens, config.max_num_seqs)
+        sampling = [row_sampling(row.params, sample_index=row.sample_index) for row in rows]
+        return StepArguments(
+            tokens=token_arrays(
+                plan,
+                num_rows=tokens,
+                num_requests=config.max_num_seqs,
+                pages_a_request=config.pages_a_request,
+            ),
+            rows=_logit_rows(rows, sampling, size=few if len(rows) <= few else tokens),
+            top=_top_bucket(rows, self.model_config.vocab_size),
+            filters=any(row.filtered for row in sampling),
+        )
+
+    def run(self, plan: StepPlan, rows: Sequence[LogitRow]) -> TokenChoice:
+        """Computes the plan's tokens, stores their keys, and draws or scores a token a row.
+
+        Returns:
+          NumPy arrays, one entry a row.
+        """
+        step = self.step_arguments(plan, rows)
+        self.buckets_used.add(step.program[0])
+        started = time.perf_counter()
+        self._cache, choice = self._step(
+            self._state,
+            self._cache,
+            step.tokens.tokens,
+            _ragged(step.tokens),
+            step.rows,
+            top=step.top,
+            filters=step.filters,
+        )
+        host = jax.device_get(choice)
+        if step.program not in self.programs:
+            self.programs[step.program] = time.perf_counter() - started
+        return jax.tree.map(lambda a: a[: len(rows)], host)
+
+    def update_state(self, state: nnx.State) -> None:
+        """Replaces the parameters by a cast copy of `state`; no program is compiled again."""
+        new = compute_state(state, self.model_config.dtype)
+        if jax.tree.structure(new) != jax.tree.structure(self._state):
+            raise ValueError("the new weights must have the structure of the engine's model")
+        for old, fresh in zip(jax.tree.leaves(self._state), jax.tree.leaves(new), strict=True):
+            if old.shape != fresh.shape or old.dtype != fresh.dtype:
+                raise ValueError(
+                    f"expected a weight of shape {list(old.shape)} {old.dtype}, got "
+                    f"{list(fresh.shape)} {fresh.dtype}"
+                )
+        self._state = jax.tree.map(jnp.copy, new)
+
+    @property
+    def state(self) -> nnx.State:
+        """The parameters that steps run on, in the compute dtype."""
+        return self._state
+
+    def _step_function(
+        self,
+        state: nnx.State,
+        cache: Any,
+        tokens: jax.Array,
+        batch: RaggedBatch,
+        rows: LogitRows,
+        *,
+        top: int,
+        filters: bool,
+    ) -> tuple[Any, TokenChoice]:
+        model = nnx.merge(self._graph, state)
+        hidden, cache = model(tokens, batch, cache, self._ops)
+        picked = hidden.at[rows.row].get(mode="clip")
+        logits = model.logits(picked, self._ops, num_rows=rows.num_rows)
+        choice = sample(
+            logits,
+            rows.sampling,
+            backend=self._backend,
+            num_rows=rows.num_rows,
+            top=top,
+            filters=filters,
+            target=rows.target,
+        )
+        return cache, choice
+
+
+def _logit_rows(
+    rows: Sequence[LogitRow], sampling: Sequence[RowSampling], *, size: int
+) -> LogitRows:
+    def column(values: Sequence[int]) -> np.ndarray:
+        return np.array([*values, *[0] * (size - len(values))], np.int32)
+
+    return LogitRows(
+        row=column([row.row for row in rows]),
+        target=column([row.target for row in rows]),
+        num_rows=np.asarray(len(rows), np.int32),
+        sampling=stack_rows(sampling, [row.position for row in rows], size=size),
+    )
+
+
+def _top_bucket(rows: Sequence[LogitRow], vocab_size: int) -> int:
+    """How many top tokens a step reports: few sizes, so that few programs are compiled."""
+    wanted = [row.params.logprobs or 0 for row in rows]
+    wanted += [row.params.prompt_logprobs or 0 for row in rows]
+    most = max(wanted, default=0)
+    return min(vocab_size, max(8, 1 << (most - 1).bit_length())) if most else 0
+
+
+def _ragged(arrays: TokenArrays) -> RaggedBatch:
+    return RaggedBatch(
+        positions=arrays.positions,
+        request=arrays.request,
+        query_start=arrays.query_start,
+        page_table=arrays.page_table,
+        num_tokens=arrays.num_tokens,
+    )
