@@ -11,7 +11,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-
 ABSENT = "absent"
 
 # NumPy makes the rotary tables; flax, orbax and the tokenizer move data only.
