@@ -178,8 +178,15 @@ def token_ids(raw: Raw, generation: Raw) -> dict[str, Any]:
     return {
         "bos_token_id": _first(raw.get("bos_token_id"), generation.get("bos_token_id")),
         "eos_token_ids": tuple(ends),
-        "pad_token_id": _first(raw.get("pad_token_id"), generation.get("pad_token_id")),
+        "pad_token_id": _pad_token_id(raw, generation),
     }
+
+
+def _pad_token_id(raw: Raw, generation: Raw) -> Any:
+    """Nothing is computed with it, and checkpoints do state -1 or one past the vocabulary."""
+    stated = _first(raw.get("pad_token_id"), generation.get("pad_token_id"))
+    outside = isinstance(stated, int) and not 0 <= stated < required_int(raw, "vocab_size")
+    return None if outside else stated
 
 
 def _first(*values: Any) -> Any:

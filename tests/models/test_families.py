@@ -163,6 +163,11 @@ def test_head_dim_may_differ_from_hidden_over_heads() -> None:
     assert config_from_hf({**LLAMA31, "head_dim": 64}).head_dim == 64
 
 
+@pytest.mark.parametrize("pad", [-1, 49152])
+def test_a_pad_token_outside_the_vocabulary_is_none(pad: int) -> None:
+    assert config_from_hf({**SMOLLM2, "pad_token_id": pad}).pad_token_id is None
+
+
 def test_mistral_without_a_window() -> None:
     assert config_from_hf({**MISTRAL, "sliding_window": None}).sliding_window is None
 

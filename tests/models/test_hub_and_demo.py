@@ -40,10 +40,19 @@ def test_a_hub_model_is_described_before_its_weights_are_asked_for(
     hub = install(monkeypatch, FakeHub())
     config = read_config("owner/qwen3")
     assert config.family == "qwen3"
-    assert "*.safetensors" not in hub.asked[-1][1]
+    assert not any("safetensors" in pattern for _, p in hub.asked for pattern in p)
     load_params("owner/qwen3", config, dtype="float32")
-    assert "*.safetensors" in hub.asked[-1][1]
+    assert "model.safetensors" in hub.asked[-1][1]
     assert not any(pattern.endswith((".py", ".bin")) for _, p in hub.asked for pattern in p)
+
+
+def test_the_files_of_the_index_are_asked_for_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub = install(monkeypatch, FakeHub())
+    load_params("owner/mistral", read_config("owner/mistral"), dtype="float32")
+    weights = [pattern for pattern in hub.asked[-1][1] if pattern.endswith(".safetensors")]
+    assert weights == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
 def test_offline_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
