@@ -8,11 +8,14 @@ import jax
 
 from bi_jax.models.config import TransformerConfig
 from bi_jax.models.ops import TransformerOps
-from bi_jax.pallas_kernels import attention as attention_op
-from bi_jax.pallas_kernels import matmul as matmul_op
-from bi_jax.pallas_kernels import rms_norm as rms_norm_op
-from bi_jax.pallas_kernels import rope as rope_op
+from bi_jax.pallas_kernels.attention import attention, write_pages
+from bi_jax.pallas_kernels.attention import topology_for as attention_topology
+from bi_jax.pallas_kernels.matmul import MatmulTopology, matmul, swiglu_matmul
 from bi_jax.pallas_kernels.primitive import REFERENCE
+from bi_jax.pallas_kernels.rms_norm import add_rms_norm, rms_norm
+from bi_jax.pallas_kernels.rms_norm import topology_for as norm_topology
+from bi_jax.pallas_kernels.rope import rope
+from bi_jax.pallas_kernels.rope import topology_for as rope_topology
 
 from .kv_cache import LayerPages
 
@@ -37,18 +40,18 @@ def transformer_ops(config: TransformerConfig, *, backend: str) -> TransformerOp
       config: chooses the topologies; nothing here sees a batch.
       backend: implementation by name, the same for every op.
     """
-    matmul_topology = matmul_op.MatmulTopology()
-    norm = rms_norm_op.topology_for(hidden_size=config.hidden_size)
-    rope = rope_op.topology_for(head_dim=config.head_dim)
-    attend = attention_op.topology_for(head_dim=config.head_dim)
-    chosen = {"matmul": matmul_topology, "rms_norm": norm, "rope": rope, "attention": attend}
+    products = MatmulTopology()
+    norms = norm_topology(hidden_size=config.hidden_size)
+    rotation = rope_topology(head_dim=config.head_dim)
+    mixing = attention_topology(head_dim=config.head_dim)
+    chosen = {"matmul": products, "rms_norm": norms, "rope": rotation, "attention": mixing}
     return TransformerOps(
-        matmul=_bind(matmul_op.matmul, backend, matmul_topology),
-        swiglu_matmul=_bind(matmul_op.swiglu_matmul, backend, matmul_topology),
-        rms_norm=_bind(rms_norm_op.rms_norm, backend, norm),
-        add_rms_norm=_bind(rms_norm_op.add_rms_norm, backend, norm),
-        rope=_bind(rope_op.rope, backend, rope),
-        attend=functools.partial(_attend, backend=backend, topology=attend),
+        matmul=_bind(matmul, backend, products),
+        swiglu_matmul=_bind(swiglu_matmul, backend, products),
+        rms_norm=_bind(rms_norm, backend, norms),
+        add_rms_norm=_bind(add_rms_norm, backend, norms),
+        rope=_bind(rope, backend, rotation),
+        attend=functools.partial(_attend, backend=backend, topology=mixing),
         reduce=_identity,
         description=tuple((name, f"{backend}: {topology}") for name, topology in chosen.items()),
     )
@@ -70,8 +73,8 @@ def _attend(
     backend: str,
     topology: Any,
 ) -> tuple[jax.Array, LayerPages]:
-    pages = LayerPages(*attention_op.write_pages(cache.k, cache.v, k, v, batch))
-    out, _ = attention_op.attention(
+    pages = LayerPages(*write_pages(cache.k, cache.v, k, v, batch))
+    out, _ = attention(
         q, pages.k, pages.v, batch, scale=scale, window=window, backend=backend, topology=topology
     )
     return out, pages
