@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bi_jax.models.transformer import Transformer, build_transformer
 from .active import ActiveRequest
 from .batch import LogitRow, first_rows
 from .config import EngineConfig
+from .identity import Identity, digest_of_state, identity_of
 from .kv_cache import bytes_a_page
 from .ops import pick_backend, transformer_ops
 from .progress import Progress
@@ -88,7 +90,10 @@ class Engine:
             backend=self.backend,
         )
         self.weights_version = 0
-        self.identity = ""
+        # Hashing the weights takes seconds and needs nobody to wait for it.
+        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bi-jax-digest")
+        self._weights_digest = self._hashing.submit(digest_of_state, self.runner.state)
+        self._identity: Identity | None = None
         self._active: dict[str, ActiveRequest] = {}
         self._owners: dict[int, ActiveRequest] = {}
         self._request_ids = itertools.count()
@@ -173,7 +178,7 @@ class Engine:
         active = self.add_request(request)
         while not active.finished:
             self.step()
-            yield active.output(self.identity, self.weights_version)
+            yield active.output(self.identity.short, self.weights_version)
 
     def make_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
@@ -272,7 +277,18 @@ class Engine:
                 f"{len(self._active)} requests are running"
             )
         self.runner.update_state(state)
+        self._weights_digest = self._hashing.submit(digest_of_state, self.runner.state)
         self.weights_version += 1
+
+    @property
+    def identity(self) -> Identity:
+        """Everything that fixes the bits of this engine's completions."""
+        weights = self._weights_digest.result()
+        if self._identity is None:
+            self._identity = identity_of(self.model_config, self.ops.description)
+        if self._identity.weights != weights:
+            self._identity = self._identity.with_weights(weights)
+        return self._identity
 
     def _logit_rows(self, plan: StepPlan) -> list[LogitRow]:
         rows: list[LogitRow] = []
@@ -299,7 +315,7 @@ class Engine:
 
     def _finish(self, active: ActiveRequest) -> RequestOutput:
         del self._active[active.request.request_id]
-        return active.output(self.identity, self.weights_version)
+        return active.output(self.identity.short, self.weights_version)
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):

@@ -10,12 +10,14 @@ from bi_jax.models.config import TransformerConfig
 from bi_jax.models.ops import TransformerOps
 from bi_jax.pallas_kernels.attention import attention, write_pages
 from bi_jax.pallas_kernels.attention import topology_for as attention_topology
+from bi_jax.pallas_kernels.log_softmax import topology_for as log_softmax_topology
 from bi_jax.pallas_kernels.matmul import MatmulTopology, matmul, swiglu_matmul
 from bi_jax.pallas_kernels.primitive import REFERENCE
 from bi_jax.pallas_kernels.rms_norm import add_rms_norm, rms_norm
 from bi_jax.pallas_kernels.rms_norm import topology_for as norm_topology
 from bi_jax.pallas_kernels.rope import rope
 from bi_jax.pallas_kernels.rope import topology_for as rope_topology
+from bi_jax.pallas_kernels.sampling import topology_for as sampling_topology
 
 from .kv_cache import LayerPages
 
@@ -44,7 +46,14 @@ def transformer_ops(config: TransformerConfig, *, backend: str) -> TransformerOp
     norms = norm_topology(hidden_size=config.hidden_size)
     rotation = rope_topology(head_dim=config.head_dim)
     mixing = attention_topology(head_dim=config.head_dim)
-    chosen = {"matmul": products, "rms_norm": norms, "rope": rotation, "attention": mixing}
+    chosen = {
+        "matmul": products,
+        "rms_norm": norms,
+        "rope": rotation,
+        "attention": mixing,
+        "log_softmax": log_softmax_topology(vocab_size=config.vocab_size),
+        "sampling": sampling_topology(vocab_size=config.vocab_size),
+    }
     return TransformerOps(
         matmul=_bind(matmul, backend, products),
         swiglu_matmul=_bind(swiglu_matmul, backend, products),
