@@ -106,12 +106,13 @@ def write_pages(
     count, tokens_a_page = k_pages.shape[0], k_pages.shape[2]
     rows = jnp.minimum(batch.request, batch.page_table.shape[0] - 1)
     columns = jnp.minimum(batch.positions // tokens_a_page, batch.page_table.shape[1] - 1)
-    real = jnp.arange(batch.positions.shape[0], dtype=jnp.int32) < batch.num_tokens
-    page = jnp.where(real, batch.page_table[rows, columns], count)
+    index = jnp.arange(batch.positions.shape[0], dtype=jnp.int32)
+    # Padding goes to pages that do not exist, each token to its own: the places stay unique.
+    page = jnp.where(index < batch.num_tokens, batch.page_table[rows, columns], count + index)
     slot = batch.positions % tokens_a_page
 
     def store(pages: jax.Array, new: jax.Array) -> jax.Array:
-        return pages.at[page, :, slot].set(new, mode="drop")
+        return pages.at[page, :, slot].set(new, mode="drop", unique_indices=True)
 
     return store(k_pages, k), store(v_pages, v)
 
