@@ -1,10 +1,17 @@
-"""Batch-invariant language-model inference and scoring in JAX."""
+"""Batch-invariant language-model inference and scoring in JAX.
 
-from . import testing
-from .config import EngineConfig
-from .engine import Engine
-from .flags import pin_flags
-from .request import CompletionOutput, Request, RequestOutput, SamplingParams
+Names are looked up when they are first used, so that `import bi_jax` starts and loads nothing.
+"""
+
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from . import testing
+    from .config import EngineConfig
+    from .engine import Engine
+    from .flags import pin_flags
+    from .request import CompletionOutput, Request, RequestOutput, SamplingParams
 
 __all__ = [
     "CompletionOutput",
@@ -16,3 +23,25 @@ __all__ = [
     "pin_flags",
     "testing",
 ]
+
+_PLACES = {
+    "CompletionOutput": "request",
+    "Engine": "engine",
+    "EngineConfig": "config",
+    "Request": "request",
+    "RequestOutput": "request",
+    "SamplingParams": "request",
+    "pin_flags": "flags",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name in _PLACES:
+        return getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
+    if name in __all__:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -23,8 +23,8 @@ ORDER = {
     ),
     "bi_jax": (
         *("flags", "request", "config", "page_pool", "scheduler", "kv_cache", "collectives"),
-        *("sharding", "ops", "token_logprobs", "sampling", "runner", "engine", "scoring"),
-        *("audit", "testing", "cli"),
+        *("sharding", "versions", "identity", "audit", "testing", "ops", "token_logprobs"),
+        *("sampling", "runner", "engine", "scoring", "certify", "cli"),
     ),
 }
 # Inside an op's folder.
