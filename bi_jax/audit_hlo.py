@@ -136,13 +136,23 @@ class HloAudit:
             return
         if opcode in rules.EXACT_HLO or opcode in rules.CONTROL_HLO or opcode == "convert":
             return
-        if instruction.name.rpartition("/")[2] in self._allow:
+        if self._is_allowed(instruction):
             return
         if opcode == "scatter":
             if "unique_indices=true" not in instruction.line:
                 self._refuse(instruction, "scatter", "(it does not state unique_indices)")
             return
         self._refuse(instruction, rules.FORBIDDEN_HLO.get(opcode, "arithmetic"))
+
+    def _is_allowed(self, instruction: Instruction) -> bool:
+        """Whether it comes from a primitive that the caller allows, and is of its kind.
+
+        An all-reduce that a partitioner made of an allowed product bears the product's name.
+        """
+        primitive = instruction.name.rpartition("/")[2]
+        kind = rules.FORBIDDEN_HLO.get(instruction.opcode, "arithmetic")
+        origin = rules.FORBIDDEN_PRIMITIVES.get(primitive)
+        return primitive in self._allow and (kind != "collective" or origin == "collective")
 
     def _refuse(self, instruction: Instruction, kind: str, detail: str = "") -> None:
         name = instruction.name
