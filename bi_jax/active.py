@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -75,6 +76,8 @@ class ActiveRequest:
     ) -> None:
         self.request = request
         self.params = request.sampling_params.with_seed()
+        self.added_at = time.perf_counter()
+        self.first_token_at: float | None = None
         self._max_model_len = max_model_len
         prompt = list(request.prompt_token_ids)
         self.completions = [
@@ -85,6 +88,10 @@ class ActiveRequest:
             )
             for index in range(self.params.n)
         ]
+        # Prompt tokens are scored from their logits, which the cache does not hold, so they are
+        # computed again. The bits are the same.
+        if self.params.prompt_logprobs is not None:
+            self.completions[0].sequence.reads_cache = False
         self._by_seq = {c.sequence.seq_id: c for c in self.completions}
         self._prompt_logprobs = np.full(len(prompt), np.nan, np.float32)
         self._prompt_top: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(prompt)
@@ -132,6 +139,12 @@ class ActiveRequest:
         if not completion.finished and full >= self._max_model_len:
             completion.text.finish("length")
         return token
+
+    def fail(self, seq_id: int, error: Exception) -> None:
+        """Ends a completion whose own text or bookkeeping raised."""
+        completion = self._by_seq[seq_id]
+        completion.failure = f"{type(error).__name__}: {error}"
+        completion.text.finish_reason = "abort"
 
     def output(self, identity: str, weights_version: int) -> RequestOutput:
         """What there is so far, as the user sees it."""

@@ -17,6 +17,11 @@ class EngineConfig:
       num_pages: (schedule) pages in the cache; None: as many as `cache_bytes` holds.
       cache_bytes: (schedule) size of the cache when num_pages is None.
       max_model_len: (schedule) longest sequence, prompt included; None: the model's context.
+      prefix_caching: (schedule) prompts that begin alike share the pages of that beginning, also
+        with requests that are done. A prompt whose own log-probabilities are asked for is computed
+        in full.
+      max_num_requests: (schedule) requests that may be running or waiting at once; more are
+        refused. None: no limit.
     """
 
     max_num_seqs: int = 16
@@ -26,13 +31,17 @@ class EngineConfig:
     num_pages: int | None = None
     cache_bytes: int = 256 * 2**20
     max_model_len: int | None = None
+    prefix_caching: bool = True
+    max_num_requests: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "cache_bytes"):
             _require_positive(name, getattr(self, name))
-        for name in ("num_pages", "max_model_len"):
+        for name in ("num_pages", "max_model_len", "max_num_requests"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
+        if not isinstance(self.prefix_caching, bool):
+            raise ValueError(f"prefix_caching={self.prefix_caching!r} must be True or False")
         buckets = self.token_buckets
         if buckets is not None:
             for bucket in buckets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,13 +13,15 @@ import jax
 from flax import nnx
 
 from bi_jax.models.checkpoint import find_model, load_params, read_config
+from bi_jax.models.ops import TransformerOps
 from bi_jax.models.transformer import Transformer, build_transformer
 
-from .active import ActiveRequest
+from .active import ActiveCompletion, ActiveRequest
 from .batch import LogitRow, first_rows
 from .config import EngineConfig
 from .identity import Identity, digest_of_state, identity_of
 from .kv_cache import bytes_a_page
+from .metrics import Counters, EngineMetrics, milliseconds
 from .ops import pick_backend, transformer_ops
 from .progress import Progress
 from .request import Request, RequestOutput, SamplingParams
@@ -29,6 +32,30 @@ from .tokenizer import Tokenizer
 Prompt = str | Sequence[int]
 
 
+class EngineFull(ValueError):
+    """The engine has as many requests as it admits; try again when some are done."""
+
+
+class StepFailed(RuntimeError):
+    """A step raised; the cause is chained.
+
+    No request is lost by it: all are queued again and the next step goes on with them. A request
+    that is to blame can be aborted.
+
+    Attributes:
+      step: number of the step.
+      request_ids: requests that were computed in it.
+    """
+
+    def __init__(self, step: int, request_ids: tuple[str, ...], error: Exception) -> None:
+        super().__init__(
+            f"step {step} failed with {type(error).__name__}: {error}; its requests are queued "
+            f"again: {', '.join(request_ids)}"
+        )
+        self.step = step
+        self.request_ids = request_ids
+
+
 class Engine:
     """Generates completions whose bits do not depend on what else is generated.
 
@@ -36,6 +63,8 @@ class Engine:
       model: the transformer; its parameters are copied, cast to the compute dtype.
       tokenizer: turns text prompts into ids and ids into text; None: ids only.
       config: settings, all of them schedule.
+      ops: what to compute with; None: what `bi_jax.ops` picks for this platform. Others, such as
+        `stock_ops.stock_ops()`, keep no promise; they are for controls and benchmarks.
       model_name: said in outputs and errors.
 
     Raises:
@@ -53,6 +82,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         config: EngineConfig | None = None,
+        ops: TransformerOps | None = None,
         model_name: str = "",
     ) -> None:
         self.config = config or EngineConfig()
@@ -60,7 +90,7 @@ class Engine:
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.backend = pick_backend(jax.default_backend())
-        self.ops = transformer_ops(model.config, backend=self.backend)
+        self.ops = ops or transformer_ops(model.config, backend=self.backend)
         self.max_model_len = self.config.max_model_len or model.config.max_position
         if self.max_model_len > model.config.max_position:
             raise ValueError(
@@ -68,13 +98,14 @@ class Engine:
                 f"{model.config.max_position} tokens"
             )
         num_pages = self._num_pages()
-        self.scheduler = Scheduler(
+        scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.config.max_num_seqs,
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
                 num_pages=num_pages,
                 page_size=self.config.page_size,
                 max_model_len=self.max_model_len,
+                prefix_caching=self.config.prefix_caching,
             )
         )
         self.runner = Runner(
@@ -94,10 +125,16 @@ class Engine:
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bi-jax-digest")
         self._weights_digest = self._hashing.submit(digest_of_state, self.runner.state)
         self._identity: Identity | None = None
-        self._active: dict[str, ActiveRequest] = {}
-        self._owners: dict[int, ActiveRequest] = {}
         self._request_ids = itertools.count()
         self._seq_ids = itertools.count()
+        self._start_afresh(scheduler)
+
+    def _start_afresh(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._active: dict[str, ActiveRequest] = {}
+        self._owners: dict[int, ActiveRequest] = {}
+        self._unclaimed: list[RequestOutput] = []
+        self._counters = Counters()
 
     @classmethod
     def from_pretrained(
@@ -158,27 +195,41 @@ class Engine:
                 f"{len(sampling_params)}"
             )
         requests = [self.make_request(p, s) for p, s in zip(prompts, sampling_params, strict=True)]
-        for request in requests:
-            self.add_request(request)
+        self._check_room(len(requests))
         done: dict[str, RequestOutput] = {}
         wanted = {request.request_id for request in requests}
-        with Progress(total=len(requests), shown=progress) as bar:
-            while wanted - done.keys():
-                for output in self.step():
-                    if output.request_id in wanted:
-                        done[output.request_id] = output
-                        bar.advance(sum(len(c.token_ids) for c in output.outputs))
+        try:
+            for request in requests:
+                self.add_request(request)
+            with Progress(total=len(requests), shown=progress) as bar:
+                while wanted - done.keys():
+                    for output in self._step():
+                        if output.request_id in wanted:
+                            done[output.request_id] = output
+                            bar.advance(sum(len(c.token_ids) for c in output.outputs))
+                        else:
+                            self._unclaimed.append(output)
+        finally:
+            self._drop(wanted)  # those that an exception left behind
         return [done[request.request_id] for request in requests]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Completes one prompt, yielding what there is after each step and the whole at the end."""
+        """Completes one prompt, yielding what there is after each step and the whole at the end.
+
+        Leaving off (closing the iterator) aborts the request.
+        """
         request = self.make_request(prompt, sampling_params or SamplingParams())
         active = self.add_request(request)
-        while not active.finished:
-            self.step()
-            yield active.output(self.identity.short, self.weights_version)
+        try:
+            while not active.finished:
+                for output in self._step():
+                    if output.request_id != request.request_id:
+                        self._unclaimed.append(output)
+                yield active.output(self.identity.short, self.weights_version)
+        finally:
+            self._drop({request.request_id})
 
     def make_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
@@ -200,22 +251,20 @@ class Engine:
             sampling_params=params,
             prompt=text,
         )
-        request.check_against_model(
-            vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len
-        )
-        self._check_logprobs(params)
-        longest = min(len(request.prompt_token_ids) + params.max_tokens, self.max_model_len)
-        self.scheduler.check_fits(longest)
+        self._check_request(request)
         return request
 
     def add_request(self, request: Request) -> ActiveRequest:
         """Queues a request's completions; a request without a seed is given one here.
 
         Raises:
-          ValueError: a request of this id is running.
+          ValueError: a request of this id is running, or it cannot be served.
+          EngineFull: there are max_num_requests already.
         """
         if request.request_id in self._active:
             raise ValueError(f"the request {request.request_id!r} is already running")
+        self._check_request(request)
+        self._check_room(1)
         active = ActiveRequest(
             request,
             seq_ids=self._seq_ids,
@@ -241,28 +290,72 @@ class Engine:
         for completion in active.completions:
             if not completion.finished:
                 completion.abort()
-                self._release(completion.sequence)
+                self._release(completion)
         return self._finish(active)
 
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._active)
 
+    def metrics(self) -> EngineMetrics:
+        """What was done so far and what is going on; see `EngineMetrics`."""
+        counters, pool = self._counters, self.scheduler.pool
+        programs = self.runner.programs
+        return EngineMetrics(
+            steps=counters.steps,
+            failed_steps=counters.failed_steps,
+            requests_running=len(self._active),
+            sequences_waiting=self.scheduler.num_waiting,
+            requests_finished=counters.requests_finished,
+            requests_aborted=counters.requests_aborted,
+            tokens_computed=counters.tokens_computed,
+            tokens_reused=counters.tokens_reused,
+            tokens_drawn=counters.tokens_drawn,
+            preemptions=counters.preemptions,
+            busy_seconds=counters.busy_seconds,
+            tokens_a_second=counters.tokens_a_second,
+            step_ms=milliseconds(counters.step_seconds),
+            first_token_ms=milliseconds(counters.first_token_seconds),
+            request_ms=milliseconds(counters.request_seconds),
+            cache_hit_rate=counters.cache_hit_rate,
+            pages=pool.num_pages,
+            pages_in_use=pool.num_held,
+            pages_kept=pool.num_kept,
+            programs_compiled=len(programs),
+            compile_seconds=sum(programs.values()),
+        )
+
     def step(self) -> list[RequestOutput]:
-        """One step: plan, run, commit. Returns the requests that finished in it."""
+        """One step: plan, run, commit. Returns the requests that finished in it.
+
+        Requests that another caller's `generate` or `stream` finished on the way come along.
+
+        Raises:
+          StepFailed: the step raised. No request is lost; the next call goes on with them.
+        """
+        finished = self._step()
+        finished, self._unclaimed = self._unclaimed + finished, []
+        return finished
+
+    def _step(self) -> list[RequestOutput]:
         plan = self.scheduler.plan()
         if plan is None:
             return []
-        rows = self._logit_rows(plan)
-        result = self.runner.run(plan, rows)
-        drawn: dict[int, int] = {}
-        for index, row in enumerate(rows):
-            sequence = plan.items[row.item].sequence
-            owner = self._owners[sequence.seq_id]
-            token = owner.take(sequence.seq_id, row, result, index)
-            if token is not None:
-                drawn[sequence.seq_id] = token
+        started = time.perf_counter()
+        self._counters.planned(plan)
+        try:
+            rows = self._logit_rows(plan)
+            result = self.runner.run(plan, rows)
+        except BaseException as error:
+            self._roll_back()
+            if not isinstance(error, Exception):
+                raise  # the user interrupts; what was going on can still go on
+            number = self._counters.steps + self._counters.failed_steps
+            raise StepFailed(number, self._requests_of(plan), error) from error
+        drawn = self._take_results(plan, rows, result)
         self.scheduler.commit(plan, drawn)
+        seconds = time.perf_counter() - started
+        self._counters.ran(plan, drawn=len(drawn), seconds=seconds)
         return self._collect(plan)
 
     def update_weights(self, state: nnx.State) -> None:
@@ -279,6 +372,7 @@ class Engine:
         self.runner.update_state(state)
         self._weights_digest = self._hashing.submit(digest_of_state, self.runner.state)
         self.weights_version += 1
+        self.scheduler.cache.clear(weights_version=self.weights_version)
 
     @property
     def identity(self) -> Identity:
@@ -297,24 +391,78 @@ class Engine:
             rows += owner.logit_rows(index, item, first)
         return rows
 
+    def _take_results(
+        self, plan: StepPlan, rows: Sequence[LogitRow], result: Any
+    ) -> dict[int, int]:
+        """Hands every row to its request; returns the tokens drawn, by sequence."""
+        drawn: dict[int, int] = {}
+        for index, row in enumerate(rows):
+            seq_id = plan.items[row.item].sequence.seq_id
+            owner = self._owners[seq_id]
+            try:
+                token = owner.take(seq_id, row, result, index)
+            except Exception as error:  # a fault of this request's own, in its text for example
+                owner.fail(seq_id, error)
+                continue
+            if token is not None:
+                drawn[seq_id] = token
+                if owner.first_token_at is None:
+                    owner.first_token_at = time.perf_counter()
+                    waited = owner.first_token_at - owner.added_at
+                    self._counters.first_token_seconds.append(waited)
+        return drawn
+
+    def _roll_back(self) -> None:
+        """After a step that raised: its pages and the cache's buffers may hold anything."""
+        self._counters.failed_steps += 1
+        self.scheduler.roll_back()
+        self.runner.reset_cache()
+
+    def _requests_of(self, plan: StepPlan) -> tuple[str, ...]:
+        owners = (self._owners[item.sequence.seq_id] for item in plan.items)
+        return tuple(dict.fromkeys(owner.request.request_id for owner in owners))
+
     def _collect(self, plan: StepPlan) -> list[RequestOutput]:
-        touched = {self._owners[item.sequence.seq_id].request.request_id for item in plan.items}
         finished = []
-        for request_id in sorted(touched):
+        for request_id in self._requests_of(plan):
             active = self._active[request_id]
             for completion in active.completions:
                 if completion.finished and completion.sequence.seq_id in self._owners:
-                    self._release(completion.sequence)
+                    self._release(completion)
             if active.finished:
                 finished.append(self._finish(active))
         return finished
 
-    def _release(self, sequence: Any) -> None:
-        self.scheduler.remove(sequence)
+    def _drop(self, request_ids: set[str]) -> None:
+        for request_id in request_ids & self._active.keys():
+            self.abort(request_id)
+
+    def _release(self, completion: ActiveCompletion) -> None:
+        sequence = completion.sequence
+        self.scheduler.remove(sequence, forget=completion.failure is not None)
         del self._owners[sequence.seq_id]
+
+    def _check_room(self, count: int) -> None:
+        most = self.config.max_num_requests
+        if most is not None and len(self._active) + count > most:
+            raise EngineFull(
+                f"expected room for {count} more requests, but {len(self._active)} of at most "
+                f"max_num_requests={most} are on their way"
+            )
+
+    def _check_request(self, request: Request) -> None:
+        params = request.sampling_params
+        request.check_against_model(
+            vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len
+        )
+        self._check_logprobs(params)
+        longest = min(len(request.prompt_token_ids) + params.max_tokens, self.max_model_len)
+        self.scheduler.check_fits(longest)
 
     def _finish(self, active: ActiveRequest) -> RequestOutput:
         del self._active[active.request.request_id]
+        aborted = any(c.text.finish_reason == "abort" for c in active.completions)
+        self._counters.finished(seconds=time.perf_counter() - active.added_at, aborted=aborted)
         return active.output(self.identity.short, self.weights_version)
 
     def _check_logprobs(self, params: SamplingParams) -> None:

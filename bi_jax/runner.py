@@ -1,5 +1,6 @@
 """The one place that jits: runs a step's plan in the smallest bucket that holds it."""
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from bi_jax.pallas_kernels.ragged import RaggedBatch
 from . import flags
 from .batch import LogitRow, TokenArrays, bucket_for, token_arrays
 from .kv_cache import make_cache
+from .request import SamplingParams
 from .sampling import RowSampling, SamplingRows, TokenChoice, row_sampling, sample, stack_rows
 from .scheduler import StepPlan
 
@@ -101,9 +103,7 @@ class Runner:
         self._backend = backend
         self._graph, state = nnx.split(model)
         self._state = compute_state(state, model.config.dtype)
-        self._cache = make_cache(
-            model.config, num_pages=config.num_pages, page_size=config.page_size
-        )
+        self.reset_cache()
         options = flags.compiler_options(jax.default_backend())
         self._step = jax.jit(
             self._step_function,
@@ -119,7 +119,7 @@ class Runner:
         config = self.config
         tokens = bucket_for(plan.num_tokens, config.token_buckets)
         few = min(tokens, config.max_num_seqs)
-        sampling = [row_sampling(row.params, sample_index=row.sample_index) for row in rows]
+        sampling = [_sampling_of(row.params, row.sample_index) for row in rows]
         return StepArguments(
             tokens=token_arrays(
                 plan,
@@ -154,6 +154,13 @@ class Runner:
         if step.program not in self.programs:
             self.programs[step.program] = time.perf_counter() - started
         return jax.tree.map(lambda a: a[: len(rows)], host)
+
+    def reset_cache(self) -> None:
+        """An empty cache in place of the old one, whose buffers a failed step may have taken."""
+        self._cache = None  # the old one's memory is free before the new one is made
+        self._cache = make_cache(
+            self.model_config, num_pages=self.config.num_pages, page_size=self.config.page_size
+        )
 
     def update_state(self, state: nnx.State) -> None:
         """Replaces the parameters by a cast copy of `state`; no program is compiled again."""
@@ -198,6 +205,12 @@ class Runner:
             target=rows.target,
         )
         return cache, choice
+
+
+@functools.lru_cache(maxsize=8192)
+def _sampling_of(params: SamplingParams, sample_index: int) -> RowSampling:
+    """Made once a completion and not once a step."""
+    return row_sampling(params, sample_index=sample_index)
 
 
 def _logit_rows(

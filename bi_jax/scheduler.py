@@ -7,10 +7,12 @@ run out, the sequence that came last is preempted: its pages are freed and its t
 again later. None of this can change a bit of any sequence.
 """
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 
 from .page_pool import PagePool
+from .prefix_cache import PrefixCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class SchedulerConfig:
       max_num_batched_tokens: tokens in one step.
       num_pages, page_size: the cache.
       max_model_len: longest sequence in tokens.
+      prefix_caching: whether sequences that begin alike share the pages of that beginning.
     """
 
     max_num_seqs: int
@@ -29,6 +32,7 @@ class SchedulerConfig:
     num_pages: int
     page_size: int
     max_model_len: int
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         for name in (
@@ -51,12 +55,16 @@ class Sequence:
       token_ids: the prompt and every token drawn so far.
       num_computed: tokens whose keys and values are in the cache.
       pages: page ids in order of position.
+      page_keys: the prefix cache's keys of the first full pages.
+      reads_cache: False for one whose every token must be computed, since its logits are wanted.
     """
 
     seq_id: int
     token_ids: list[int]
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
+    reads_cache: bool = True
 
     @property
     def num_behind(self) -> int:
@@ -81,10 +89,17 @@ class PlannedSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What one step computes, in the order of the flat batch."""
+    """What one step computes, in the order of the flat batch.
+
+    Attributes:
+      items: each sequence's part.
+      num_preempted: sequences that were sent back to wait, to be caught up again.
+      num_reused: tokens of newly admitted sequences that need no computing, thanks to the cache.
+    """
 
     items: tuple[PlannedSequence, ...]
     num_preempted: int = 0
+    num_reused: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -97,8 +112,18 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = PagePool(config.num_pages)
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self.cache = PrefixCache(self.pool, page_size=config.page_size)
+        # By seq_id, first come first.
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._running: OrderedDict[int, Sequence] = OrderedDict()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     @property
     def num_unfinished(self) -> int:
@@ -118,27 +143,90 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence behind all others."""
+        """Queues a sequence behind all others.
+
+        Raises:
+          ValueError: it is queued already, or too long.
+        """
+        if sequence.seq_id in self._waiting or sequence.seq_id in self._running:
+            raise ValueError(f"sequence {sequence.seq_id} is already scheduled")
         self.check_fits(len(sequence.token_ids) + 1)
-        self._waiting.append(sequence)
+        self._waiting[sequence.seq_id] = sequence
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do; pages are assigned here."""
-        budget = self.config.max_num_batched_tokens
         items: list[PlannedSequence] = []
+        preempted = self._plan_running(items)
+        reused = 0
+        # Pages are short after a preemption: nobody new before those who were sent back.
+        if self._waiting and not preempted:
+            reused = self._plan_waiting(items)
+        # The first running sequence may take every page, and one sequence always fits.
+        assert items or not self.num_unfinished
+        if not items:
+            return None
+        return StepPlan(items=tuple(items), num_preempted=preempted, num_reused=reused)
+
+    def commit(self, plan: StepPlan, tokens: dict[int, int]) -> None:
+        """Records a step that ran: what it computed and the token each drawing sequence drew."""
+        size = self.config.page_size
+        for item in plan.items:
+            sequence = item.sequence
+            sequence.num_computed = item.start + item.count
+            if self.config.prefix_caching and sequence.num_computed // size > item.start // size:
+                self.cache.extend_keys(sequence.page_keys, sequence.token_ids)
+                for page in range(item.start // size, sequence.num_computed // size):
+                    self.cache.add(sequence.page_keys[page], sequence.pages[page])
+            if sequence.seq_id in tokens:
+                sequence.token_ids.append(tokens[sequence.seq_id])
+
+    def roll_back(self) -> None:
+        """After a step that failed: nothing in the cache is trusted, everything is caught up again.
+
+        Sequences keep their tokens and their order; no page is in use afterwards.
+        """
+        self.cache.clear(weights_version=self.cache.weights_version)
+        while self._running:
+            self._preempt(next(reversed(self._running.values())))
+
+    def remove(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Takes a sequence out, finished or aborted, and frees its pages.
+
+        Args:
+          sequence: running or waiting.
+          forget: its keys are not to be trusted: no other sequence may find its pages.
+
+        Raises:
+          ValueError: it is not scheduled.
+        """
+        for queue in (self._running, self._waiting):
+            if queue.pop(sequence.seq_id, None) is not None:
+                break
+        else:
+            raise ValueError(f"sequence {sequence.seq_id} is not scheduled")
+        if forget:
+            for page in sequence.pages:
+                self.cache.forget(page)
+        self._free(sequence)
+
+    def _plan_running(self, items: list[PlannedSequence]) -> int:
+        budget = self.config.max_num_batched_tokens
         preempted = 0
-        for sequence in list(self._running):
-            if sequence not in self._running:
+        for sequence in list(self._running.values()):
+            if not budget:
+                break
+            if sequence.seq_id not in self._running:
                 continue  # preempted for one before it
             count = min(sequence.num_behind, budget)
-            if count == 0:
-                continue
             needed = self._pages_missing(sequence, count)
-            while needed > self.pool.num_free and self._running[-1] is not sequence:
-                self._preempt(self._running[-1])
+            while needed > self.pool.num_free:
+                last = next(reversed(self._running.values()))
+                if last is sequence:
+                    break
+                self._preempt(last)
                 preempted += 1
             if needed > self.pool.num_free:
-                # It came last itself: it waits, or shrinks to the pages that are there.
+                # It came last itself: it shrinks to the pages that are there, or waits.
                 count = self._tokens_that_fit(sequence, count)
                 if count == 0:
                     self._preempt(sequence)
@@ -146,38 +234,71 @@ class Scheduler:
                     continue
             items.append(self._take(sequence, count))
             budget -= count
-        while self._waiting and budget and len(self._running) < self.config.max_num_seqs:
-            if preempted:
-                break  # pages are short: nobody new before those who were sent back
-            sequence = self._waiting[0]
-            count = min(sequence.num_behind, budget)
-            if self._pages_missing(sequence, count) > self.pool.num_free:
+        return preempted
+
+    def _plan_waiting(self, items: list[PlannedSequence]) -> int:
+        """Admits sequences to the step; returns the tokens that they need not compute."""
+        budget = self.config.max_num_batched_tokens - sum(item.count for item in items)
+        # Pages that running sequences still lack for the tokens they have: not to be given away.
+        promised = sum(self._pages_missing(s, s.num_behind + 1) for s in self._running.values())
+        coming = self._pages_coming()
+        reused = 0
+        candidates = list(islice(self._waiting.values(), self.config.max_num_seqs))
+        for sequence in candidates:
+            if not budget or len(self._running) >= self.config.max_num_seqs:
                 break
-            self._waiting.popleft()
-            self._running.append(sequence)
+            hits = self._find(sequence)
+            if self._next_key(sequence, len(hits)) in coming:
+                continue  # another sequence is computing its next page: it will find it there
+            start = len(hits) * self.config.page_size
+            count = min(len(sequence.token_ids) - start, budget)
+            missing = self._pages_for(len(sequence.token_ids) + 1) - len(hits)
+            kept = sum(not self.pool.is_held(page) for page in hits)
+            if missing + kept + promised > self.pool.num_free:
+                break
+            for page in hits:
+                self.pool.hold(page)
+            sequence.pages, sequence.num_computed = hits, start
+            del self._waiting[sequence.seq_id]
+            self._running[sequence.seq_id] = sequence
             items.append(self._take(sequence, count))
+            promised += self._pages_missing(sequence, sequence.num_behind + 1)
+            coming |= self._pages_coming_of(sequence)
             budget -= count
-        if not items:
+            reused += start
+        return reused
+
+    def _find(self, sequence: Sequence) -> list[int]:
+        """Pages that hold a beginning of the sequence, its last token never among it.
+
+        The last token is always computed: the next one is drawn from its logits.
+        """
+        if not self.config.prefix_caching:
+            return []
+        self.cache.extend_keys(sequence.page_keys, sequence.token_ids)
+        if not sequence.reads_cache:
+            return []
+        most = (len(sequence.token_ids) - 1) // self.config.page_size
+        return self.cache.find(sequence.page_keys[:most])
+
+    def _next_key(self, sequence: Sequence, num_found: int) -> bytes | None:
+        most = (len(sequence.token_ids) - 1) // self.config.page_size
+        if not sequence.reads_cache or not self.config.prefix_caching or num_found >= most:
             return None
-        return StepPlan(items=tuple(items), num_preempted=preempted)
+        return sequence.page_keys[num_found]
 
-    def commit(self, plan: StepPlan, tokens: dict[int, int]) -> None:
-        """Records a step that ran: what it computed and the token each drawing sequence drew."""
-        for item in plan.items:
-            sequence = item.sequence
-            sequence.num_computed = item.start + item.count
-            if sequence.seq_id in tokens:
-                sequence.token_ids.append(tokens[sequence.seq_id])
+    def _pages_coming(self) -> set[bytes]:
+        """Keys of the pages that running sequences are about to compute."""
+        coming: set[bytes] = set()
+        for sequence in self._running.values():
+            coming |= self._pages_coming_of(sequence)
+        return coming
 
-    def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, finished or aborted, and frees its pages."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
-        else:
-            raise ValueError(f"sequence {sequence.seq_id} is not scheduled")
-        self._free(sequence)
+    def _pages_coming_of(self, sequence: Sequence) -> set[bytes]:
+        if not self.config.prefix_caching or sequence.num_behind == 1:
+            return set()
+        self.cache.extend_keys(sequence.page_keys, sequence.token_ids)
+        return set(sequence.page_keys[sequence.num_computed // self.config.page_size :])
 
     def _take(self, sequence: Sequence, count: int) -> PlannedSequence:
         sequence.pages += self.pool.take(self._pages_missing(sequence, count))
@@ -189,20 +310,22 @@ class Scheduler:
         )
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
+        del self._running[sequence.seq_id]
         self._free(sequence)
         sequence.num_computed = 0
-        self._waiting.appendleft(sequence)
+        self._waiting[sequence.seq_id] = sequence
+        self._waiting.move_to_end(sequence.seq_id, last=False)
 
     def _free(self, sequence: Sequence) -> None:
-        self.pool.give_back(sequence.pages)
+        # The last page first: a beginning is of use without what follows, and not the reverse.
+        self.pool.give_back(reversed(sequence.pages))
         sequence.pages = []
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.page_size)
 
     def _pages_missing(self, sequence: Sequence, count: int) -> int:
-        return self._pages_for(sequence.num_computed + count) - len(sequence.pages)
+        return max(0, self._pages_for(sequence.num_computed + count) - len(sequence.pages))
 
     def _tokens_that_fit(self, sequence: Sequence, count: int) -> int:
         pages = len(sequence.pages) + self.pool.num_free
