@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from bi_jax.pallas_kernels.embedding import embedding
+
 from .cast import to_compute_dtype
 from .config import TransformerConfig
 from .rope import rope_tables
@@ -63,9 +65,9 @@ class Embedding(nnx.Module):
         init = nnx.initializers.normal(1.0)
         self.embedding = nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, num_rows: jax.Array) -> jax.Array:
         """int32 [T] -> [T, D] in the compute dtype; ids of padding may be anything."""
-        rows = self.embedding[...].at[tokens].get(mode="clip")
+        rows = embedding(self.embedding[...], tokens, num_rows=num_rows)
         return to_compute_dtype(rows, self.dtype)
 
     def cast_weight(self) -> jax.Array:

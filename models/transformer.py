@@ -63,7 +63,7 @@ class Transformer(nnx.Module):
         """
         eps, count = self.config.rms_norm_eps, batch.num_tokens
         rope_rows = self.rope.rows(batch.positions)
-        stream = self.embed(tokens)
+        stream = self.embed(tokens, count)
         pending = None
         new_cache = []
         for block, layer_cache in zip(self.layers, cache, strict=True):

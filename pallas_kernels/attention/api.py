@@ -2,16 +2,17 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float, Float32
 
 from .. import contracts
+from ..differentiable import differentiable
 from ..primitive import REFERENCE, define_op
 from ..ragged import RaggedBatch
 from .reference import attention_reference
 from .topology import AttentionTopology, topology_for
+from .vjp import attention_backward, store, token_slots
 
 
 def _avals(q: Any, *_: Any, **__: Any) -> list[Any]:
@@ -19,6 +20,7 @@ def _avals(q: Any, *_: Any, **__: Any) -> list[Any]:
 
 
 _bind = define_op("attention", out_avals=_avals, implementations={REFERENCE: attention_reference})
+_attention = differentiable(_bind, attention_backward)
 
 
 def attention(
@@ -60,7 +62,7 @@ def attention(
     """
     topology = topology or topology_for(head_dim=q.shape[3])
     _check(q, k_pages, v_pages, batch, window, topology)
-    out, lse = _bind(
+    out, lse = _attention(
         q,
         k_pages,
         v_pages,
@@ -103,18 +105,10 @@ def write_pages(
         contracts.check_same_dtype("write_pages", f"{name}_pages", pages, name, new)
         expected = (batch.positions.shape[0], pages.shape[1], pages.shape[3])
         contracts.check_shape("write_pages", name, new, expected)
-    count, tokens_a_page = k_pages.shape[0], k_pages.shape[2]
-    rows = jnp.minimum(batch.request, batch.page_table.shape[0] - 1)
-    columns = jnp.minimum(batch.positions // tokens_a_page, batch.page_table.shape[1] - 1)
-    index = jnp.arange(batch.positions.shape[0], dtype=jnp.int32)
-    # Padding goes to pages that do not exist, each token to its own: the places stay unique.
-    page = jnp.where(index < batch.num_tokens, batch.page_table[rows, columns], count + index)
-    slot = batch.positions % tokens_a_page
-
-    def store(pages: jax.Array, new: jax.Array) -> jax.Array:
-        return pages.at[page, :, slot].set(new, mode="drop", unique_indices=True)
-
-    return store(k_pages, k), store(v_pages, v)
+    page, slot = token_slots(
+        k_pages, batch.positions, batch.request, batch.page_table, batch.num_tokens
+    )
+    return store(k_pages, v_pages, k, v, page, slot)
 
 
 def _check(

@@ -7,9 +7,11 @@ from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float32, Int32
 
 from .. import contracts
+from ..differentiable import differentiable
 from ..primitive import REFERENCE, define_op
 from .reference import target_logprobs_reference
 from .topology import LogSoftmaxTopology, topology_for
+from .vjp import target_logprobs_backward
 
 
 def _avals(logits: Any, target: Any, *_: Any, **__: Any) -> list[Any]:
@@ -22,6 +24,7 @@ _bind = define_op(
     out_avals=_avals,
     implementations={REFERENCE: target_logprobs_reference},
 )
+_target_logprobs = differentiable(_bind, target_logprobs_backward)
 
 
 def target_logprobs(
@@ -73,7 +76,7 @@ def target_logprobs(
     for name, array in (("cut_key", cut_key), ("cut_id", cut_id)):
         contracts.check_dtype(op, name, array, "int32")
         contracts.check_shape(op, name, array, (rows,))
-    logprob, log_sum_exp = _bind(
+    logprob, log_sum_exp = _target_logprobs(
         logits,
         target,
         inv_temperature,

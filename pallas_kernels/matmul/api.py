@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from .. import contracts
+from ..differentiable import differentiable
 from ..primitive import REFERENCE, define_op
 from .reference import matmul_reference, swiglu_reference
 from .topology import DEFAULT, MatmulTopology
+from .vjp import matmul_backward, swiglu_backward
 
 
 def _matmul_avals(x: Any, w: Any, *_: Any, out_dtype: str, **__: Any) -> list[Any]:
@@ -26,6 +28,8 @@ _bind_matmul = define_op(
 _bind_swiglu = define_op(
     "swiglu_matmul", out_avals=_swiglu_avals, implementations={REFERENCE: swiglu_reference}
 )
+_matmul = differentiable(_bind_matmul, matmul_backward(_bind_matmul))
+_swiglu = differentiable(_bind_swiglu, swiglu_backward(_bind_matmul))
 
 
 def matmul(
@@ -68,7 +72,7 @@ def matmul(
     else:
         contracts.check_same_dtype("matmul", "x", x, "bias", bias)
         contracts.check_shape("matmul", "bias", bias, (w.shape[0],))
-    return _bind_matmul(
+    return _matmul(
         x,
         w,
         bias,
@@ -110,7 +114,7 @@ def swiglu_matmul(
     contracts.check_same_dtype("swiglu_matmul", "x", x, "gate_up", gate_up)
     contracts.check_shape("swiglu_matmul", "x", x, (None, None))
     contracts.check_shape("swiglu_matmul", "gate_up", gate_up, (2, None, x.shape[1]))
-    return _bind_swiglu(
+    return _swiglu(
         x,
         gate_up,
         contracts.row_count(x, num_rows),

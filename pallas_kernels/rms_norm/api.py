@@ -6,9 +6,11 @@ from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float, Int32
 
 from .. import contracts
+from ..differentiable import differentiable
 from ..primitive import REFERENCE, define_op
 from .reference import add_rms_norm_reference, rms_norm_reference
 from .topology import RmsNormTopology, topology_for
+from .vjp import add_rms_norm_backward, rms_norm_backward
 
 
 def _norm_avals(x: Any, *_: Any, **__: Any) -> list[Any]:
@@ -25,6 +27,8 @@ _bind_norm = define_op(
 _bind_add_norm = define_op(
     "add_rms_norm", out_avals=_add_norm_avals, implementations={REFERENCE: add_rms_norm_reference}
 )
+_norm = differentiable(_bind_norm, rms_norm_backward)
+_add_norm = differentiable(_bind_add_norm, add_rms_norm_backward)
 
 
 def rms_norm(
@@ -56,7 +60,7 @@ def rms_norm(
     Invariance: the bits of row m depend on x[m], scale, eps, topology and backend only.
     """
     _check("rms_norm", x, scale)
-    return _bind_norm(
+    return _norm(
         x,
         scale,
         contracts.row_count(x, num_rows),
@@ -95,7 +99,7 @@ def add_rms_norm(
     _check("add_rms_norm", x, scale)
     contracts.check_same_dtype("add_rms_norm", "x", x, "residual", residual)
     contracts.check_shape("add_rms_norm", "residual", residual, x.shape)
-    normed, stream = _bind_add_norm(
+    normed, stream = _add_norm(
         x,
         residual,
         scale,

@@ -7,9 +7,11 @@ from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float, Float32, Int32
 
 from .. import contracts
+from ..differentiable import differentiable
 from ..primitive import REFERENCE, define_op
 from .reference import rope_reference
 from .topology import RopeTopology, topology_for
+from .vjp import rope_backward
 
 
 def _avals(qkv: Any, *_: Any, **__: Any) -> list[Any]:
@@ -19,6 +21,7 @@ def _avals(qkv: Any, *_: Any, **__: Any) -> list[Any]:
 
 
 _bind = define_op("rope", out_avals=_avals, implementations={REFERENCE: rope_reference})
+_rope = differentiable(_bind, rope_backward)
 
 
 def rope(
@@ -69,7 +72,7 @@ def rope(
             contracts.check_same_dtype("rope", "qkv", qkv, name, scale)
             contracts.check_shape("rope", name, scale, (qkv.shape[3],))
     absent = jnp.zeros((0,), qkv.dtype)
-    q, k, v = _bind(
+    q, k, v = _rope(
         qkv,
         cos,
         sin,

@@ -1,0 +1,103 @@
+"""Backward passes of paged attention and of the store into its pages.
+
+Gradients reach the keys and values of the batch's own tokens; what earlier steps left in the pages
+counts as a constant.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+
+from ..primitive import REFERENCE, define_op
+from .reference_backward import attention_gradient_reference
+
+Pages = tuple[jax.Array, jax.Array]
+
+
+def _avals(q: Any, k_pages: Any, *_: Any, **__: Any) -> list[Any]:
+    kv = ShapeDtypeStruct((q.shape[0], k_pages.shape[1], k_pages.shape[3]), q.dtype)
+    return [ShapeDtypeStruct(q.shape, q.dtype), kv, kv]
+
+
+_bind = define_op(
+    "attention_gradient",
+    out_avals=_avals,
+    implementations={REFERENCE: attention_gradient_reference},
+)
+
+
+def attention_backward(
+    operands: Any, outputs: Any, cotangents: Any, *, backend: str, **params: Any
+) -> tuple[jax.Array | None, ...]:
+    """Backward pass of `attention`, for `differentiable`."""
+    del backend  # the reference body on every backend so far
+    _, k_pages, v_pages, positions, request, _, page_table, num_tokens = operands
+    dq, dk, dv = _bind(*operands, *outputs, *cotangents, backend=REFERENCE, **params)
+    page, slot = token_slots(k_pages, positions, request, page_table, num_tokens)
+
+    def spread(pages: jax.Array, new: jax.Array) -> jax.Array:
+        return _put(jnp.zeros_like(pages), new, page, slot)
+
+    return dq, spread(k_pages, dk), spread(v_pages, dv), None, None, None, None, None
+
+
+def token_slots(
+    pages: jax.Array,
+    positions: jax.Array,
+    request: jax.Array,
+    page_table: jax.Array,
+    num_tokens: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Each token's page and its slot in it, int32 [T].
+
+    Padding goes to pages that do not exist, each token to its own: the places stay unique.
+    """
+    count, tokens_a_page = pages.shape[0], pages.shape[2]
+    rows = jnp.minimum(request, page_table.shape[0] - 1)
+    columns = jnp.minimum(positions // tokens_a_page, page_table.shape[1] - 1)
+    index = jnp.arange(positions.shape[0], dtype=jnp.int32)
+    page = jnp.where(index < num_tokens, page_table[rows, columns], count + index)
+    return page, positions % tokens_a_page
+
+
+def _put(pages: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
+    return pages.at[page, :, slot].set(new, mode="drop", unique_indices=True)
+
+
+def _store(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, page, slot) -> Pages:
+    return _put(k_pages, k, page, slot), _put(v_pages, v, page, slot)
+
+
+store: Callable[..., Pages] = jax.custom_vjp(_store)
+store.__doc__ = "k and v [T, Nkv, Dh] at their (page, slot); copies forwards and backwards."
+
+
+def _store_forward(k_pages: Any, v_pages: Any, k: Any, v: Any, page: Any, slot: Any):
+    return _store(k_pages, v_pages, k, v, page, slot), (page, slot)
+
+
+def _store_backward(saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    page, slot = saved
+
+    def kept(pages: jax.Array) -> jax.Array:
+        none = jnp.zeros((), pages.dtype)
+        return pages.at[page, :, slot].set(none, mode="drop", unique_indices=True)
+
+    def taken(pages: jax.Array) -> jax.Array:
+        return pages.at[page, :, slot].get(mode="fill", fill_value=0)
+
+    dk_pages, dv_pages = cotangents
+    return (
+        kept(dk_pages),
+        kept(dv_pages),
+        taken(dk_pages),
+        taken(dv_pages),
+        None,
+        None,
+    )
+
+
+store.defvjp(_store_forward, _store_backward)  # type: ignore[attr-defined]

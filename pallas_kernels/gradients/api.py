@@ -1,0 +1,107 @@
+"""Public arithmetic on gradients: checks, then one marked primitive each."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from .. import contracts
+from ..primitive import REFERENCE, define_op
+from .reference import (
+    merge_reference,
+    nonnegative_zero_reference,
+    scale_reference,
+    sum_of_squares_reference,
+)
+
+
+def _like_first(a: Any, *_: Any) -> list[Any]:
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype)]
+
+
+def _scalar(*_: Any) -> list[Any]:
+    return [jax.ShapeDtypeStruct((), jnp.dtype("float32"))]
+
+
+_bind_merge = define_op(
+    "merge_gradients", out_avals=_like_first, implementations={REFERENCE: merge_reference}
+)
+_bind_zero = define_op(
+    "nonnegative_zero",
+    out_avals=_like_first,
+    implementations={REFERENCE: nonnegative_zero_reference},
+)
+_bind_scale = define_op(
+    "scale_gradient", out_avals=_like_first, implementations={REFERENCE: scale_reference}
+)
+_bind_squares = define_op(
+    "sum_of_squares", out_avals=_scalar, implementations={REFERENCE: sum_of_squares_reference}
+)
+
+
+def merge(a: Float[Array, "*S"], b: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """a + b, one rounding an element.
+
+    Args:
+      a, b: one shape and dtype, float32, bfloat16 or float16.
+
+    Raises:
+      ValueError: shapes or dtypes differ.
+
+    Invariance: element by element.
+    """
+    contracts.check_float("merge", "a", a)
+    contracts.check_same_dtype("merge", "a", a, "b", b)
+    contracts.check_shape("merge", "b", b, a.shape)
+    return _bind_merge(a, b, backend=REFERENCE)[0]
+
+
+def nonnegative_zero(a: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """a with 0.0 for -0.0: among such leaves, one that is all zeros changes no sum's bits.
+
+    Args:
+      a: float32, bfloat16 or float16.
+
+    Raises:
+      ValueError: a is of another dtype.
+
+    Invariance: element by element.
+    """
+    contracts.check_float("nonnegative_zero", "a", a)
+    return _bind_zero(a, backend=REFERENCE)[0]
+
+
+def scale_by(a: Float[Array, "*S"], factor: Float32[Array, ""]) -> Float[Array, "*S"]:
+    """a * factor in float32, rounded once to a's dtype.
+
+    Args:
+      a: float32, bfloat16 or float16.
+      factor: float32 [].
+
+    Raises:
+      ValueError: dtypes do not fit.
+
+    Invariance: element by element.
+    """
+    contracts.check_float("scale_by", "a", a)
+    contracts.check_dtype("scale_by", "factor", factor, jnp.float32)
+    return _bind_scale(a, factor, backend=REFERENCE)[0]
+
+
+def sum_of_squares(a: Float[Array, "*S"]) -> Float32[Array, ""]:
+    """The sum of the squares of all elements in float32.
+
+    Elements in row-major order, zeros after them, are cut into strips of `reference.LANES`; each
+    lane adds its column ascending, then the lanes are added by halves.
+
+    Args:
+      a: float32, bfloat16 or float16.
+
+    Raises:
+      ValueError: a is of another dtype.
+
+    Invariance: of a alone, in every program.
+    """
+    contracts.check_float("sum_of_squares", "a", a)
+    return _bind_squares(a, backend=REFERENCE)[0]

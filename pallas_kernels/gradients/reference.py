@@ -1,0 +1,42 @@
+"""Arithmetic on gradients in plain JAX, kept apart from whatever surrounds it."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LANES = 4096  # partial sums of a sum of squares; part of the bits
+
+
+def merge_reference(a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
+    """a + b."""
+    a, b = lax.optimization_barrier((a, b))
+    return (lax.optimization_barrier(a + b),)
+
+
+def nonnegative_zero_reference(a: jax.Array) -> tuple[jax.Array]:
+    """a, with 0.0 where it is a zero of either sign."""
+    return (jnp.where(a == 0, jnp.zeros((), a.dtype), a),)
+
+
+def scale_reference(a: jax.Array, factor: jax.Array) -> tuple[jax.Array]:
+    """a * factor, in float32."""
+    a, factor = lax.optimization_barrier((a, factor))
+    return (lax.optimization_barrier(a.astype(jnp.float32) * factor).astype(a.dtype),)
+
+
+def sum_of_squares_reference(a: jax.Array) -> tuple[jax.Array]:
+    """Sum of a^2 over all elements, lane by lane."""
+    flat = a.reshape(-1)
+    strips = -(-flat.shape[0] // LANES)
+    flat = jnp.pad(flat, (0, strips * LANES - flat.shape[0]))
+
+    def step(i: jax.Array, acc: jax.Array) -> jax.Array:
+        strip = lax.dynamic_slice_in_dim(flat, i * LANES, LANES).astype(jnp.float32)
+        # The barrier keeps the squares out of the adds, where they could become FMAs.
+        return acc + lax.optimization_barrier(strip * strip)
+
+    total = lax.fori_loop(0, strips, step, jnp.zeros((LANES,), jnp.float32))
+    while total.shape[0] > 1:
+        half = total.shape[0] // 2
+        total = lax.optimization_barrier(total[:half] + total[half:])
+    return (total[0],)

@@ -1,0 +1,34 @@
+"""Backward pass of QK-norm and the rotary embedding.
+
+    d(head) = rotation by the opposite angle, then the norm's gradient; float32, rounded once
+    d(scale) = sum of each token's heads ascending, then of the tokens in ascending blocks
+
+All tokens of a call count as one sequence: whoever has several keeps them apart.
+"""
+
+from typing import Any
+
+import jax
+from jax import ShapeDtypeStruct
+
+from ..primitive import REFERENCE, define_op
+from .reference_backward import rope_gradient_reference
+
+
+def _avals(qkv: Any, cos: Any, sin: Any, q_scale: Any, k_scale: Any, *_: Any, **__: Any):
+    return [ShapeDtypeStruct(a.shape, a.dtype) for a in (qkv, q_scale, k_scale)]
+
+
+_bind = define_op(
+    "rope_gradient", out_avals=_avals, implementations={REFERENCE: rope_gradient_reference}
+)
+
+
+def rope_backward(
+    operands: Any, outputs: Any, cotangents: Any, *, backend: str, **params: Any
+) -> tuple[jax.Array | None, ...]:
+    """Backward pass of `rope`, for `differentiable`; the tables have no gradient."""
+    del outputs, backend  # the reference body on every backend so far
+    *saved, num_rows = operands
+    dqkv, dq_scale, dk_scale = _bind(*saved, *cotangents, num_rows, backend=REFERENCE, **params)
+    return dqkv, None, None, dq_scale, dk_scale, None

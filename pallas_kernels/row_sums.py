@@ -1,0 +1,65 @@
+"""Sums over token rows in one stated order, for the gradients of what all rows share.
+
+Rows are met in blocks of `ROWS` at fixed places, ascending, rows beyond `num_rows` counting as
+zeros, so that neither the size of the array nor what its padding holds can change a bit.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .fixed_rows import num_blocks
+
+ROWS = 64  # rows a block; a power of two; part of the bits
+
+Sum = Callable[..., jax.Array]
+
+
+def over_row_blocks(
+    block_sum: Sum, *arrays: jax.Array, num_rows: jax.Array, rows: int = ROWS
+) -> jax.Array:
+    """The float32 sum of `block_sum(*blocks [rows, ...])` over the blocks, ascending.
+
+    Args:
+      block_sum: sums over the rows of one block; rows beyond num_rows come to it as zeros.
+      *arrays: [M, ...] each.
+      num_rows: int32 [], rows that hold data.
+      rows: rows a block.
+    """
+    total = arrays[0].shape[0]
+    padded = -(-total // rows) * rows
+    arrays = tuple(
+        jnp.pad(a, [(0, padded - total)] + [(0, 0)] * (a.ndim - 1)) if padded > total else a
+        for a in arrays
+    )
+    blocks = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in arrays]
+    out = jax.eval_shape(block_sum, *blocks)
+    place = jnp.arange(rows, dtype=jnp.int32)
+
+    def clean(array: jax.Array, start: jax.Array) -> jax.Array:
+        block = lax.dynamic_slice_in_dim(array, start, rows)
+        real = (start + place < num_rows).reshape(rows, *[1] * (array.ndim - 1))
+        # A select, because padding may hold NaN and 0 x NaN is not 0.
+        return jnp.where(real, block, jnp.zeros((), array.dtype))
+
+    def step(i: jax.Array, acc: jax.Array) -> jax.Array:
+        cleaned = lax.optimization_barrier(tuple(clean(a, i * rows) for a in arrays))
+        part = lax.optimization_barrier(block_sum(*cleaned))
+        return lax.optimization_barrier(acc + part)
+
+    start = jnp.zeros(out.shape, jnp.float32)
+    return lax.fori_loop(0, num_blocks(num_rows, rows), step, start)
+
+
+def sum_rows(values: jax.Array, num_rows: jax.Array) -> jax.Array:
+    """float32 [M, ...] -> [...]: a block's rows are added by halves, then the blocks ascending."""
+
+    def by_halves(block: jax.Array) -> jax.Array:
+        while block.shape[0] > 1:
+            half = block.shape[0] // 2
+            block = block[:half] + block[half:]
+        return block[0]
+
+    return over_row_blocks(by_halves, values, num_rows=num_rows)
