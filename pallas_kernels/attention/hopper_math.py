@@ -1,7 +1,8 @@
 """Scalar arithmetic of the Hopper attention kernel with every multiply-add spelled out.
 
-Mosaic lets the compiler contract a * b + c, and whether it does can depend on the code around it. So the places
-where a product meets a sum call `fused_multiply_add`; nowhere else does a product feed a sum.
+Mosaic lets the compiler contract a * b + c, and whether it does can depend on the code around it.
+So the places where a product meets a sum call `fused_multiply_add`; nowhere else does a product feed
+a sum.
 """
 
 import math
@@ -25,7 +26,7 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 def fused_multiply_add(a, b, c, *, layout, interpret: bool):
     """a * b + c rounded once, on float32 arrays of one shape; `a` or `b` may be a Python float.
 
-    The interpret mode cannot inline Mosaic code; it rounds twice, which is allowed: it promises no GPU bits.
+    The interpret mode cannot inline Mosaic code and rounds twice; it promises no GPU bits.
     """
     if interpret:
         return a * b + c

@@ -1,4 +1,4 @@
-"""The work list of the Hopper attention kernel: query tiles made from a ragged batch by integer arithmetic."""
+"""The work list of the Hopper attention kernel: query tiles cut from a ragged batch."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ ALIGN = 8  # a tile starts at a multiple of this flat row: the tile of the share
 
 
 def max_tiles(tokens: int, requests: int, tile_tokens: int) -> int:
-    """Static bound on the number of tiles: a request adds at most one partial tile at each of its ends."""
+    """Static bound on the tiles: a request adds at most one partial tile at each of its ends."""
     return min(tokens, (tokens + requests * (tile_tokens + ALIGN - 2)) // tile_tokens)
 
 
@@ -23,12 +23,14 @@ def make_tiles(batch, *, tokens: int, tile_tokens: int) -> tuple[jax.Array, jax.
       tile_tokens: rows of the flat batch that a tile covers.
 
     Returns:
-      tiles int32[N, 8], one row a tile: request, first flat row (a multiple of 8, perhaps before the request), the
-      tile's rows [begin, end) that are the request's, position of row 0 (perhaps negative), and how many keys the
-      request has once the whole batch is in its pages. Tiles from `count` on are empty.
+      tiles int32[N, 8], one row a tile: request, first flat row (a multiple of 8, perhaps before
+      the request), the tile's rows [begin, end) that are the request's, position of row 0 (perhaps
+      negative), and how many keys the request has once the whole batch is in its pages. Tiles from
+      `count` on are empty.
       count int32[1]: tiles in use.
 
-    Invariance: only integers are added; the order of tiles decides when a query is computed, never how.
+    Invariance: only integers are added; the order of tiles decides when a query is computed, never
+    how.
     """
     ends = jnp.minimum(batch.query_start[1:], batch.num_tokens)
     starts = jnp.minimum(batch.query_start[:-1], ends)

@@ -1,7 +1,8 @@
 """Schedules of the Hopper attention kernel: they fix its speed and cannot change a bit.
 
-The order of additions (KV blocks of one size at absolute positions, ascending; one float32 accumulator an output
-element) belongs to the topology. Everything here only says who computes a query row, and when.
+The order of additions (KV blocks of one size at absolute positions, ascending; one float32
+accumulator an output element) belongs to the topology. What stands here says who computes a query
+row, and when.
 """
 
 import dataclasses
@@ -17,11 +18,14 @@ class Schedule:
     Attributes:
       consumers: warpgroups that compute, 64 query rows each; 1 suits decode, 2 suits prefill.
       stages: KV blocks in flight in shared memory, for keys and for values each.
+      overlap: what the softmax of a block runs beside. "turns": the other warpgroup's products, the
+        two taking turns at the tensor cores; "scores": the warpgroup's own next scores.
       ctas: CTAs of the persistent grid; one fits a multiprocessor (an H200 has 132).
     """
 
     consumers: int = 2
     stages: int = 2
+    overlap: str = "turns"
     ctas: int = 132
 
     def __post_init__(self):
@@ -29,6 +33,8 @@ class Schedule:
             raise ValueError(f"consumers={self.consumers} must be 1 or 2")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2")
+        if self.overlap not in ("turns", "scores"):
+            raise ValueError(f"overlap={self.overlap!r} must be 'turns' or 'scores'")
         if self.ctas < 1:
             raise ValueError(f"ctas={self.ctas} must be at least 1")
 
@@ -36,8 +42,8 @@ class Schedule:
 def warpgroup_tokens(group: int) -> int:
     """Tokens whose query heads of one KV head fill one 64-row warpgroup.
 
-    A head's rows must start on a multiple of 8 (the tile of the shared-memory layout), so this is 8 times a whole
-    number: 64, 32, 16 and 8 tokens for groups of 1, 2, 4 and 8; groups in between leave some rows empty.
+    A head's rows start on a multiple of 8, the tile of the shared-memory layout, so this is 64, 32,
+    16 and 8 tokens for groups of 1, 2, 4 and 8; groups in between leave some rows empty.
     """
     if not 1 <= group <= 8:
         raise NotImplementedError(f"group={group} query heads a KV head: expected 1 to 8")
@@ -50,5 +56,6 @@ def schedule_for(*, tokens: int, requests: int, head_dim: int, ctas: int = 132) 
     Invariance: every schedule gives the same bits, so this may look at the row count.
     """
     if tokens <= 2 * requests:  # decode: a tile holds a token or two, a second warpgroup would idle
-        return Schedule(consumers=1, stages=3 if head_dim == 128 else 6, ctas=ctas)
+        stages = 3 if head_dim == 128 else 6
+        return Schedule(consumers=1, stages=stages, overlap="scores", ctas=ctas)
     return Schedule(consumers=2, stages=2 if head_dim == 128 else 4, ctas=ctas)

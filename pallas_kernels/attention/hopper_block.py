@@ -1,0 +1,167 @@
+"""One KV block of the Hopper attention kernel: the arithmetic that every query row goes through."""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from .hopper_math import ROW, TILE, fused_multiply_add, rows_to_tile
+from .hopper_problem import I32, Cta
+from .schedule import WARPGROUP_ROWS
+
+
+def await_turn(wg, cta: Cta):
+    """Waits until the other warpgroup has started its products."""
+    if cta.takes_turns:
+        plgpu.barrier_wait(cta.memory.turn.at[wg])
+
+
+def pass_turn(wg, cta: Cta):
+    """Lets the other warpgroup start its products."""
+    if cta.takes_turns:
+        plgpu.barrier_arrive(cta.memory.turn.at[1 - wg])
+
+
+def score_accumulator(cta: Cta):
+    return plgpu.ACC((WARPGROUP_ROWS, cta.problem.kv_block), jnp.float32)
+
+
+def issue_scores(s_ref, slot, wg, cta: Cta):
+    """Starts s += q k^T for the block in `slot`."""
+    mem = cta.memory
+    plgpu.barrier_wait(mem.k_loaded.at[slot])
+    plgpu.wgmma(s_ref, mem.q_smem.at[wg], mem.k_smem.at[slot].transpose((1, 0)))
+
+
+def first_scores(slot, wg, cta: Cta):
+    """s = q k^T float32[64, kv_block] of an item's first block."""
+
+    def score(s_ref):
+        issue_scores(s_ref, slot, wg, cta)
+        pass_turn(wg, cta)
+        return s_ref[...]
+
+    await_turn(wg, cta)
+    s = pl.run_scoped(score, score_accumulator(cta))
+    plgpu.barrier_arrive(cta.memory.k_consumed.at[slot])
+    return s
+
+
+def mask_scores(s, block, position, cta: Cta):
+    """-inf where a key lies behind its query or before the window; row 0 stands at `position`."""
+    problem = cta.problem
+    row = plgpu.broadcasted_iota(I32, s.shape, 0, layout=TILE)
+    column = plgpu.broadcasted_iota(I32, s.shape, 1, layout=TILE)
+    query = position + (row & (problem.tokens - 1))
+    key = block * problem.kv_block + column
+    seen = key <= query
+    if problem.window is not None:
+        seen &= key > query - problem.window
+    return jnp.where(seen, s, -jnp.inf)
+
+
+def softmax_step(s, state, cta: Cta):
+    """The online softmax of one block: (p in the value dtype, (rescaled acc, m, l))."""
+    acc, m, total = state
+    problem = cta.problem
+    c, fma = problem.log2_scale, functools.partial(fused_multiply_add, interpret=problem.interpret)
+    new_m = jnp.maximum(m, s.max(axis=1) * c)
+    alpha = jnp.exp2(m - new_m)
+    e = jnp.exp2(fma(s, c, rows_to_tile(-new_m, problem.kv_block), layout=TILE))
+    acc *= rows_to_tile(alpha, problem.head_dim)
+    p = e.astype(problem.dtype)
+    total = fma(total, alpha, e.sum(axis=1), layout=ROW)
+    acc, total, new_m, p = lax.optimization_barrier((acc, total, new_m, p))
+    return p, (acc, new_m, total)
+
+
+def zero_values_behind(context, block, slot, wg, cta: Cta):
+    """Zeroes the block's value rows behind the context, for both warpgroups."""
+    valid, v_ref = context - block * cta.problem.kv_block, cta.memory.v_smem.at[slot]
+
+    @pl.when(valid < cta.problem.kv_block)
+    def _():
+        pl.when(wg == 0)(lambda: zero_tail(v_ref, valid))
+        if cta.schedule.consumers > 1 and not cta.takes_turns:  # warpgroup 1's turn comes later
+            plgpu.barrier_arrive(cta.memory.tail_zeroed)
+            plgpu.barrier_wait(cta.memory.tail_zeroed)
+
+
+def zero_tail(v_ref, valid):
+    """Zeroes the value rows from `valid` on: a page never written may hold NaN."""
+    for start in range(0, v_ref.shape[0], WARPGROUP_ROWS):
+        rows = v_ref.at[pl.ds(start, WARPGROUP_ROWS)]
+        values = plgpu.load(rows, layout=TILE)
+        row = plgpu.broadcasted_iota(I32, values.shape, 0, layout=TILE)
+        rows[...] = jnp.where(row + start < valid, values, jnp.zeros_like(values))
+    plgpu.commit_smem()
+
+
+def accumulate(acc, p, slot, wg, cta: Cta, *, zero_tail_of=None):
+    """acc + p v, waited for; zero_tail_of = (context, block) for an item's last block."""
+    mem = cta.memory
+    plgpu.barrier_wait(mem.v_loaded.at[slot])
+    await_turn(wg, cta)
+    if zero_tail_of is not None:
+        zero_values_behind(*zero_tail_of, slot, wg, cta)
+    if cta.problem.interpret:
+        acc = acc + _interpreted_product(p, mem.v_smem.at[slot], mem.p_smem.at[wg])
+        pass_turn(wg, cta)
+    else:
+
+        def issue(acc_ref):
+            plgpu.wgmma(acc_ref, p, mem.v_smem.at[slot])
+            pass_turn(wg, cta)
+
+        acc = pl.run_state(issue)(plgpu.ACC.init(acc))
+    plgpu.barrier_arrive(mem.v_consumed.at[slot])
+    return acc
+
+
+def accumulate_and_score(acc, p, slot, next_slot, wg, cta: Cta):
+    """(acc + p v, the next block's scores), started together and waited for."""
+    if cta.problem.interpret:
+        return accumulate(acc, p, slot, wg, cta), first_scores(next_slot, wg, cta)
+    mem = cta.memory
+
+    def issue(refs):
+        acc_ref, s_ref = refs
+        plgpu.wgmma(acc_ref, p, mem.v_smem.at[slot])
+        issue_scores(s_ref, next_slot, wg, cta)
+        pass_turn(wg, cta)
+
+    plgpu.barrier_wait(mem.v_loaded.at[slot])
+    await_turn(wg, cta)
+    empty = jnp.zeros((WARPGROUP_ROWS, cta.problem.kv_block), jnp.float32)
+    refs = plgpu.ACC.init(acc), plgpu.ACC.init(plgpu.layout_cast(empty, TILE))
+    acc, s = pl.run_state(issue)(refs)
+    plgpu.barrier_arrive(mem.v_consumed.at[slot])
+    plgpu.barrier_arrive(mem.k_consumed.at[next_slot])
+    return acc, s
+
+
+def softmax_under_scores(s, state, next_slot, wg, cta: Cta):
+    """softmax_step while the tensor cores make the next block's scores: (p, state, next scores)."""
+
+    def overlap(s_ref):
+        issue_scores(s_ref, next_slot, wg, cta)
+        p, new_state = softmax_step(s, state, cta)
+        return p, new_state, s_ref[...]
+
+    p, new_state, scores = pl.run_scoped(overlap, score_accumulator(cta))
+    plgpu.barrier_arrive(cta.memory.k_consumed.at[next_slot])
+    return p, new_state, scores
+
+
+def _interpreted_product(p, v_ref, p_smem) -> jax.Array:
+    """p v; the interpret mode has neither run_state nor an operand in registers."""
+    p_smem[...] = p
+
+    def product(acc_ref):
+        plgpu.wgmma(acc_ref, p_smem, v_ref)
+        return acc_ref[...]
+
+    return pl.run_scoped(product, plgpu.ACC((p.shape[0], v_ref.shape[1]), jnp.float32))

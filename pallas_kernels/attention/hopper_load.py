@@ -1,0 +1,95 @@
+"""The loader warpgroup of the Hopper attention kernel: TMA copies of queries and pages."""
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from . import hopper_work as work
+from .hopper_problem import I32, Cta, Item, block_range, count_rounds, read_item
+
+
+def load_items(refs, cta: Cta):
+    """Loads each item's queries, then its keys and values block by block, as room comes free.
+
+    refs = (q [T, Nkv, G, Dh], k and v pages [P, Nkv, Tp, Dh], tiles [N, 8], count [1],
+    page table [B, Mp]), all in global memory.
+    """
+    q_gmem, k_gmem, v_gmem, tiles_gmem, count_gmem, pages_gmem = refs
+    mem, stages = cta.memory, cta.schedule.stages
+
+    def load_item(turn, step):
+        item = read_item(tiles_gmem, turn, cta)
+        lo, hi = block_range(item, cta.problem)
+
+        @pl.when(turn > 0)
+        def _():
+            plgpu.barrier_wait(mem.q_consumed)
+
+        load_queries(q_gmem, item, cta)
+
+        def load_block(block, step):
+            slot = lax.rem(step, I32(stages))
+            pages = find_pages(pages_gmem, item, block, cta)  # read before waiting for the slot
+            for source, target, loaded, consumed in (
+                (k_gmem, mem.k_smem, mem.k_loaded, mem.k_consumed),
+                (v_gmem, mem.v_smem, mem.v_loaded, mem.v_consumed),
+            ):
+
+                @pl.when(step >= stages)
+                def _(consumed=consumed):
+                    plgpu.barrier_wait(consumed.at[slot])
+
+                load_pages(source, pages, target.at[slot], loaded.at[slot], item, cta)
+            return step + 1
+
+        return lax.fori_loop(lo, hi, load_block, step)
+
+    rounds = count_rounds(count_gmem, cta)
+    steps = lax.fori_loop(I32(0), rounds, load_item, I32(0))
+
+    @pl.loop(I32(0), jnp.minimum(steps, stages))
+    def _drain(slot):  # every completed phase is seen before the barriers go
+        plgpu.barrier_wait(mem.k_consumed.at[slot])
+        plgpu.barrier_wait(mem.v_consumed.at[slot])
+
+    @pl.when(rounds > 0)
+    def _():
+        plgpu.barrier_wait(mem.q_consumed)
+
+
+def load_queries(q_gmem, item: Item, cta: Cta):
+    """Each head's rows of each warpgroup; other requests' rows come along and are never stored."""
+    tokens = cta.problem.tokens
+    for wg in range(cta.schedule.consumers):
+        first = pl.multiple_of(item.first + wg * tokens, work.ALIGN)
+        for g in range(cta.problem.group):
+            plgpu.copy_gmem_to_smem(
+                q_gmem.at[pl.ds(first, tokens), item.head, g],
+                cta.memory.q_smem.at[wg, pl.ds(g * tokens, tokens)],
+                cta.memory.q_loaded.at[wg],
+            )
+
+
+def find_pages(pages_gmem, item: Item, block, cta: Cta):
+    """(page, first row in it) of each copy of a KV block.
+
+    Behind the context the last page stands in: entries of the page table that hold nothing are
+    never followed.
+    """
+    problem, found = cta.problem, []
+    for i in range(problem.copies_a_block):
+        key = block * problem.kv_block + i * problem.rows_a_copy
+        column = lax.div(jnp.minimum(key, item.context - 1), I32(problem.page_size))
+        found.append((pages_gmem[item.request, column], lax.rem(key, I32(problem.page_size))))
+    return found
+
+
+def load_pages(source, pages, target, loaded, item: Item, cta: Cta):
+    """Copies one KV block's keys or values."""
+    rows = cta.problem.rows_a_copy
+    for i, (page, row) in enumerate(pages):
+        place = source.at[page, item.head]
+        if cta.problem.page_size > rows:
+            place = place.at[pl.ds(pl.multiple_of(row, rows), rows)]
+        plgpu.copy_gmem_to_smem(place, target.at[pl.ds(i * rows, rows)], loaded)

@@ -1,0 +1,145 @@
+"""What a launch of the Hopper attention kernel works on: static facts, memory, items."""
+
+import dataclasses
+import types
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import hopper_work as work
+from .hopper_math import LOG2_E
+from .schedule import WARPGROUP_ROWS, Schedule, warpgroup_tokens
+
+I32 = jnp.int32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Static facts of one call: shapes, and what fixes its bits."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    dtype: Any
+    scale: float
+    window: int | None
+    kv_block: int
+    interpret: bool
+
+    @property
+    def log2_scale(self) -> float:
+        """scale * log2(e): scores times this are exponents of two."""
+        return float(np.float32(self.scale * LOG2_E))
+
+    @property
+    def rows_a_copy(self) -> int:
+        """Keys that one copy brings: a page, or the part of a larger page that a block covers."""
+        return min(self.page_size, self.kv_block)
+
+    @property
+    def copies_a_block(self) -> int:
+        return self.kv_block // self.rows_a_copy
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of one warpgroup."""
+        return warpgroup_tokens(self.group)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """What the roles of one CTA share; `memory` holds the refs of `scratch_types` by name."""
+
+    problem: Problem
+    schedule: Schedule
+    memory: types.SimpleNamespace
+
+    @property
+    def takes_turns(self) -> bool:
+        """Two warpgroups use the tensor cores by turns: one multiplies under the other's softmax."""
+        return self.schedule.consumers > 1 and self.schedule.overlap == "turns"
+
+
+def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """Shared memory and barriers of a CTA; the launch and the does-it-fit check both read this."""
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    wgs, stages, dim = schedule.consumers, schedule.stages, problem.head_dim
+    rows, block, dtype = WARPGROUP_ROWS, problem.kv_block, problem.dtype
+    scratch = dict(
+        q_smem=plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled),
+        k_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
+        v_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
+        o_smem=plgpu.SMEM((wgs, rows, dim), dtype),  # plain rows: tokens leave from here one by one
+        lse_smem=plgpu.SMEM((wgs, rows), jnp.float32),
+        q_loaded=plgpu.Barrier(num_arrivals=problem.group, num_barriers=wgs),
+        q_consumed=plgpu.Barrier(num_arrivals=wgs),
+        k_loaded=plgpu.Barrier(num_arrivals=problem.copies_a_block, num_barriers=stages),
+        v_loaded=plgpu.Barrier(num_arrivals=problem.copies_a_block, num_barriers=stages),
+        k_consumed=plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+        v_consumed=plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+        turn=plgpu.Barrier(num_barriers=2),  # of warpgroup 0, of warpgroup 1
+        tail_zeroed=plgpu.Barrier(num_arrivals=wgs),
+    )
+    if wgs > 1:  # a whole tile leaves in one copy a head; decode has only partial ones
+        scratch["o_tile_smem"] = plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled)
+    if problem.interpret:
+        scratch["p_smem"] = plgpu.SMEM((wgs, rows, block), dtype)
+    return scratch
+
+
+def shared_bytes(problem: Problem, schedule: Schedule) -> int:
+    """Shared memory that `scratch_types` asks for, barriers and alignment excluded."""
+    compiled = dataclasses.replace(problem, interpret=False)
+    refs = scratch_types(compiled, schedule).values()
+    avals = [ref.get_array_aval() for ref in refs if not isinstance(ref, plgpu.Barrier)]
+    return sum(aval.size * aval.dtype.itemsize for aval in avals)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One (tile, KV head) of the work list, as traced scalars; see `hopper_work.make_tiles`."""
+
+    tile: jax.Array
+    head: jax.Array
+    request: jax.Array
+    first: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    position: jax.Array
+    context: jax.Array
+
+
+def read_item(tiles_gmem, turn, cta: Cta) -> Item:
+    """This CTA's item of round `turn`; odd rounds run backwards to even out a falling list."""
+    index = turn * cta.schedule.ctas + _place(turn, cta.schedule.ctas)
+    heads = I32(cta.problem.kv_heads)
+    tile = lax.div(index, heads)
+    fields = [tiles_gmem[tile, field] for field in range(work.CONTEXT + 1)]
+    return Item(tile, lax.rem(index, heads), *fields)
+
+
+def count_rounds(count_gmem, cta: Cta):
+    """How many items this CTA has."""
+    items, ctas = count_gmem[0] * cta.problem.kv_heads, I32(cta.schedule.ctas)
+    full = lax.div(items, ctas)
+    last = _place(full, cta.schedule.ctas) < lax.rem(items, ctas)
+    return full + jnp.where(last, 1, 0).astype(I32)
+
+
+def _place(turn, ctas: int):
+    cta = lax.axis_index("cta")
+    return jnp.where(lax.rem(turn, I32(2)) == 0, cta, ctas - 1 - cta)
+
+
+def block_range(item: Item, problem: Problem):
+    """First and one-past-last KV block that any query of the item sees."""
+    last = lax.div(item.position + item.end - 1, I32(problem.kv_block)) + 1
+    if problem.window is None:
+        return I32(0), last
+    first_key = jnp.maximum(item.position + item.begin - (problem.window - 1), 0)
+    return lax.div(first_key, I32(problem.kv_block)), last

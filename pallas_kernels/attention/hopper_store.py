@@ -1,0 +1,51 @@
+"""How the Hopper attention kernel writes a warpgroup's outputs."""
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from . import hopper_work as work
+from .hopper_math import store_plain
+from .hopper_problem import Cta, Item
+
+
+def store_rows(outs, item: Item, wg, o, lse, cta: Cta):
+    """Writes o [64, Dh] and lse [64] of one warpgroup.
+
+    A whole tile leaves in one copy a head. A partial one leaves token by token, since its other
+    rows belong to other requests. The log-sum-exp goes out tile by tile.
+    """
+    o_gmem, lse_gmem = outs
+    mem, tokens = cta.memory, cta.problem.tokens
+    first = pl.multiple_of(item.first + wg * tokens, work.ALIGN)
+    begin = jnp.clip(item.begin - wg * tokens, 0, tokens)
+    end = jnp.clip(item.end - wg * tokens, 0, tokens)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the staging buffers are free again
+    mem.lse_smem[wg] = lse
+
+    def store_tile():
+        staged = mem.o_tile_smem.at[wg]
+        staged[...] = o
+        plgpu.commit_smem()
+        for g in range(cta.problem.group):
+            rows = staged.at[pl.ds(g * tokens, tokens)]
+            plgpu.copy_smem_to_gmem(rows, o_gmem.at[pl.ds(first, tokens), item.head, g])
+
+    def store_tokens():
+        staged = mem.o_smem.at[wg]
+        store_plain(staged, o, interpret=cta.problem.interpret)
+        plgpu.commit_smem()
+
+        @pl.loop(begin, end)
+        def _(t):
+            for g in range(cta.problem.group):
+                target = o_gmem.at[first + t, item.head, g]
+                plgpu.copy_smem_to_gmem(staged.at[g * tokens + t], target)
+
+    if cta.schedule.consumers > 1:
+        whole = end - begin == tokens
+        pl.when(whole)(store_tile)
+        pl.when(jnp.logical_not(whole))(store_tokens)
+    else:
+        store_tokens()
+    plgpu.copy_smem_to_gmem(mem.lse_smem.at[wg], lse_gmem.at[item.tile, item.head, wg])

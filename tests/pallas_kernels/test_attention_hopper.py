@@ -1,0 +1,264 @@
+"""The Hopper attention kernel without a GPU: interpreted on small batches, lowered for sm90.
+
+Interpretation checks the roles, the masks, the pages and the barriers; it does not give a GPU's
+bits, and it accepts what does not compile, hence the lowering tests.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bi_jax.pallas_kernels.attention import hopper_work as work
+from bi_jax.pallas_kernels.attention.kernel_hopper import attention_hopper
+from bi_jax.pallas_kernels.attention.schedule import Schedule, schedule_for, warpgroup_tokens
+from bi_jax.pallas_kernels.ragged import RaggedBatch
+
+SCALE = 0.088
+
+# Rows and keys that nobody wrote are NaN here, and NumPy, which interprets the products, says so.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """A ragged step on small shapes; what no request wrote is NaN."""
+
+    queries: tuple[int, ...]
+    contexts: tuple[int, ...]
+    rows: int
+    kv_heads: int = 1
+    group: int = 4
+    head_dim: int = 64
+    page: int = 64
+    dtype: str = "bfloat16"
+
+    def batch(self) -> RaggedBatch:
+        rng = np.random.default_rng(3)
+        pages = [-(-c // self.page) for c in self.contexts]
+        order = rng.permutation(sum(pages)) + 1
+        table = np.full((len(pages), max(pages) + 1), 2**30, np.int32)  # unused entries: any id
+        starts = np.concatenate([[0], np.cumsum(self.queries)])
+        positions, request = np.full(self.rows, 2**30), np.full(self.rows, 2**30)
+        for b, (q, c) in enumerate(zip(self.queries, self.contexts, strict=True)):
+            used = sum(pages[:b])
+            table[b, : pages[b]] = order[used : used + pages[b]]
+            positions[starts[b] : starts[b + 1]] = np.arange(c - q, c)
+            request[starts[b] : starts[b + 1]] = b
+        return RaggedBatch(
+            positions=jnp.asarray(positions, jnp.int32),
+            request=jnp.asarray(request, jnp.int32),
+            query_start=jnp.asarray(starts, jnp.int32),
+            page_table=jnp.asarray(table),
+            num_tokens=jnp.int32(sum(self.queries)),
+        )
+
+    def arrays(self, batch: RaggedBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        rng = np.random.default_rng(5)
+        tokens = sum(self.queries)
+        q = np.full((self.rows, self.kv_heads, self.group, self.head_dim), np.nan, np.float32)
+        q[:tokens] = rng.standard_normal(q[:tokens].shape)
+        count = sum(-(-c // self.page) for c in self.contexts) + 1
+        shape = (count, self.kv_heads, self.page, self.head_dim)
+        k, v = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+        table = np.asarray(batch.page_table)
+        for b, c in enumerate(self.contexts):
+            for t in range(c):
+                for pages in (k, v):
+                    new = rng.standard_normal((self.kv_heads, self.head_dim))
+                    pages[table[b, t // self.page], :, t % self.page] = new
+        return tuple(jnp.asarray(x, self.dtype) for x in (q, k, v))
+
+
+def expected(q, k, v, batch: RaggedBatch, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Attention in float64, one query token after the other."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    table, page = np.asarray(batch.page_table), k.shape[2]
+    tokens = int(batch.num_tokens)
+    o, lse = np.zeros(q[:tokens].shape), np.zeros(q.shape[:3])[:tokens]
+    for t in range(tokens):
+        last, b = int(batch.positions[t]), int(batch.request[t])
+        keys = np.arange(0 if window is None else max(0, last - window + 1), last + 1)
+        seen_k, seen_v = (x[table[b, keys // page], :, keys % page] for x in (k, v))  # [S, Nkv, Dh]
+        s = np.einsum("ngd,snd->ngs", q[t], seen_k) * SCALE
+        e = np.exp(s - s.max(-1, keepdims=True))
+        o[t] = np.einsum("ngs,snd->ngd", e, seen_v) / e.sum(-1, keepdims=True)
+        lse[t] = s.max(-1) + np.log(e.sum(-1))
+    return o, lse
+
+
+def interpreted(step: Step, schedule: Schedule, *, window: int | None = None, kv_block: int = 128):
+    batch = step.batch()
+    q, k, v = step.arrays(batch)
+    o, lse = attention_hopper(
+        q, k, v, batch, scale=SCALE, window=window, kv_block=kv_block, schedule=schedule,
+        interpret=True,
+    )  # fmt: skip
+    tokens = int(batch.num_tokens)
+    return (np.asarray(o)[:tokens], np.asarray(lse)[:tokens]), expected(q, k, v, batch, window)
+
+
+def check(got, want):
+    (o, lse), (true_o, true_lse) = got, want
+    assert np.abs(o.astype(np.float64) - true_o).max() < 0.015
+    assert np.abs(lse - true_lse).max() < 1e-5
+
+
+MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
+
+
+@pytest.mark.parametrize(
+    ("step", "schedule", "window"),
+    [
+        (MIXED, Schedule(consumers=2, ctas=2), None),
+        pytest.param(MIXED, Schedule(consumers=1, ctas=3), 100, marks=pytest.mark.slow),
+        (Step(queries=(1, 1), contexts=(130, 64), rows=2, group=3, dtype="float16"),
+         Schedule(consumers=1, stages=3, ctas=1), None),
+        pytest.param(Step(queries=(1, 18), contexts=(129, 18), rows=24, group=8, page=128),
+                     Schedule(consumers=2, ctas=1), None, marks=pytest.mark.slow),
+    ],
+    ids=["two_warpgroups", "window", "decode_group_3", "page_of_128"],
+)  # fmt: skip
+def test_interpreted_kernel_attends(step, schedule, window):
+    check(*interpreted(step, schedule, window=window))
+
+
+def test_the_check_notices_a_wrong_window():
+    step = Step(queries=(1,), contexts=(130,), rows=1)
+    batch = step.batch()
+    q, k, v = step.arrays(batch)
+    got = tuple(x[:1] for x in expected(q, k, v, batch, window=None))
+    check(got, got)
+    with pytest.raises(AssertionError):
+        check(got, expected(q, k, v, batch, window=129))
+
+
+# --- lowering ------------------------------------------------------------------------------------
+
+SHAPES = [  # KV heads, group, head size
+    (8, 4, 128),  # Llama 3.1 8B, Qwen3 8B
+    (3, 3, 64),  # SmolLM2
+]
+MORE_SHAPES = [  # Qwen2.5 7B, Llama 2 7B, and groups of 2, 5, 6 and 8
+    (4, 7, 128), (32, 1, 128), (8, 2, 128), (8, 5, 128), (2, 6, 128), (8, 8, 64),
+]  # fmt: skip
+
+
+def lowered(tokens, requests, shape, *, dtype="bfloat16", page=64, window=None, schedule=None):
+    kv_heads, group, head_dim = shape
+    ints = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)  # noqa: E731
+    batch = RaggedBatch(
+        positions=ints(tokens), request=ints(tokens), query_start=ints(requests + 1),
+        page_table=ints(requests, 33), num_tokens=ints(),
+    )  # fmt: skip
+    q = jax.ShapeDtypeStruct((tokens, kv_heads, group, head_dim), dtype)
+    pages = jax.ShapeDtypeStruct((40, kv_heads, page, head_dim), dtype)
+    schedule = schedule or schedule_for(tokens=tokens, requests=requests, head_dim=head_dim)
+
+    def call(q, k, v, batch):
+        return attention_hopper(
+            q, k, v, batch, scale=SCALE, window=window, kv_block=128, schedule=schedule
+        )
+
+    program = jax.jit(call).trace(q, pages, pages, batch).lower(lowering_platforms=("cuda",))
+    return program.as_text()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [*SHAPES, *(pytest.param(s, marks=pytest.mark.slow) for s in MORE_SHAPES)],
+    ids=lambda s: "x".join(map(str, s)),
+)
+@pytest.mark.parametrize(("tokens", "requests"), [(2048, 4), (16, 16)], ids=["prefill", "decode"])
+def test_lowers_for_sm90(shape, tokens, requests):
+    text = lowered(tokens, requests, shape, dtype="float16" if shape[2] == 64 else "bfloat16")
+    assert text.count("@mosaic_gpu") >= 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(page=16),
+        dict(page=256),
+        dict(window=100),
+        dict(schedule=Schedule(consumers=1, stages=2)),
+    ],
+    ids=str,
+)
+def test_lowers_for_sm90_with(options):
+    assert "@mosaic_gpu" in lowered(72, 3, (2, 4, 128), **options)
+
+
+def test_one_row_and_odd_rows_lower():
+    for tokens in (1, 3, 33):
+        assert "@mosaic_gpu" in lowered(tokens, tokens, (2, 4, 128))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(dtype="float32"), NotImplementedError, "bfloat16 or float16"),
+        (dict(shape=(2, 4, 96)), NotImplementedError, "64 and 128"),
+        (dict(shape=(2, 9, 128)), NotImplementedError, "1 to 8"),
+        (dict(page=12), NotImplementedError, "page_size=12"),
+        (dict(schedule=Schedule(stages=4)), ValueError, "shared memory"),
+    ],
+    ids=str,
+)
+def test_refuses_by_name(change, error, message):
+    arguments = dict(tokens=64, requests=2, shape=(2, 4, 128)) | change
+    with pytest.raises(error, match=message):
+        lowered(**arguments)
+
+
+# --- the work list -------------------------------------------------------------------------------
+
+
+ROWS, REQUESTS = 256, 8
+
+
+@pytest.mark.parametrize("tile_tokens", [8, 32, 128])
+def test_tiles_cover_every_token_once(tile_tokens):
+    rng = np.random.default_rng(0)
+    cut = jax.jit(lambda batch: work.make_tiles(batch, tokens=ROWS, tile_tokens=tile_tokens))
+    find = jax.jit(lambda tiles: work.token_places(tiles, tokens=ROWS))
+    for trial in range(40):
+        queries = rng.integers(0, 32, REQUESTS)
+        queries[rng.integers(0, REQUESTS)] += 1
+        contexts = queries + rng.integers(0, 300, REQUESTS) + (queries == 0)
+        tokens = int(queries.sum())
+        starts = np.concatenate([[0], np.cumsum(queries)])
+        positions = [np.arange(c - q, c) for q, c in zip(queries, contexts, strict=True)]
+        positions = np.concatenate([*positions, np.full(ROWS - tokens, -7)])
+        batch = RaggedBatch(
+            positions=jnp.asarray(positions, jnp.int32),
+            request=jnp.zeros(ROWS, jnp.int32),
+            query_start=jnp.asarray(starts, jnp.int32),
+            page_table=jnp.zeros((REQUESTS, 1), jnp.int32),
+            num_tokens=jnp.int32(tokens),
+        )
+        tiles, count = (np.asarray(x) for x in cut(batch))
+        count = int(count[0])
+        assert count <= tiles.shape[0], trial
+        seen = np.zeros(tokens, int)
+        for request, first, begin, end, position, context, *_ in tiles[:count]:
+            assert first % work.ALIGN == 0 and 0 <= begin < end <= tile_tokens
+            rows = np.arange(first + begin, first + end)
+            seen[rows] += 1
+            assert starts[request] <= rows[0] and rows[-1] < starts[request + 1]
+            assert np.array_equal(positions[rows], position + np.arange(begin, end))
+            assert context == contexts[request]
+        assert np.all(seen == 1)
+        assert np.all(tiles[count:, work.END] == 0)
+        tile, place = (np.asarray(x)[:tokens] for x in find(jnp.asarray(tiles)))
+        assert np.array_equal(tiles[tile, work.FIRST_ROW] + place, np.arange(tokens))
+
+
+def test_schedule_says_what_is_wrong():
+    with pytest.raises(ValueError, match="consumers=3"):
+        Schedule(consumers=3)
+    with pytest.raises(ValueError, match="stages=1"):
+        Schedule(stages=1)
+    assert [warpgroup_tokens(g) for g in range(1, 9)] == [64, 32, 16, 16, 8, 8, 8, 8]
