@@ -26,6 +26,8 @@ MAX_REGISTERS = 240  # a thread
 OUT_SLOTS = 2  # output tiles of a warpgroup in flight to global memory
 OPERAND_DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+N_MULTIPLE = 8  # rows of a shared-memory tile
+K_MULTIPLE = 64  # elements of a swizzled row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,13 +70,20 @@ class _Problem:
         return self.s.swap and jnp.dtype(self.out_dtype).itemsize == 4
 
     @property
+    def x_rows(self) -> int:
+        """Rows of x that a step loads; those of the tile beyond them reach no stored result."""
+        rows = round_up(self.m, 8)
+        return min(self.s.tile_m, rows if rows == 8 else round_up(rows, 8 * self.s.cluster_n))
+
+    @property
     def out_block(self) -> tuple[int, int]:
         """Rows and columns of one store, in the orientation of the output array."""
         s = self.s
-        if self.transposed:
-            return min(s.part_n, 64), s.part_m
+        part, size = (s.part_m, self.m) if self.transposed else (s.part_n, self.n)
         widest = 128 // jnp.dtype(self.out_dtype).itemsize
-        width = next(w for w in (64, 32, 16, 8) if w <= widest and s.part_n % w == 0)
+        width = next(w for w in (64, 32, 16, 8) if w <= widest and part % w == size % w == 0)
+        if self.transposed:
+            return min(s.part_n, 64), width
         return (s.part_m if s.swap else 64), width
 
     @property
@@ -85,7 +94,7 @@ class _Problem:
 
 
 def _tiled(width: int, dtype) -> tuple:
-    """Shared-memory layout that TMA and wgmma share; plain rows where they are too narrow for it."""
+    """The shared-memory layout of TMA and wgmma; plain rows where they are too narrow for it."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(width * itemsize * 8)
     if swizzle < 32:
@@ -96,9 +105,7 @@ def _tiled(width: int, dtype) -> tuple:
 def _scratch(p: _Problem) -> dict:
     """Shared memory and barriers of one CTA."""
     s = p.s
-    operand = functools.partial(
-        plgpu.SMEM, dtype=p.dtype, transforms=_tiled(s.tile_k, p.dtype)
-    )
+    operand = functools.partial(plgpu.SMEM, dtype=p.dtype, transforms=_tiled(s.tile_k, p.dtype))
     axes = (("cluster_m", s.cluster_m), ("cluster_n", s.cluster_n))
     shared_axes = tuple(name for name, size in axes if size > 1)
     barrier = (
@@ -123,11 +130,22 @@ def _scratch(p: _Problem) -> dict:
     return spec
 
 
-def shared_memory_bytes(p: _Problem) -> int:
-    """What one CTA allocates; the compiler refuses more than SMEM_BYTES."""
+def shared_memory_of(schedule: Schedule, sizes, parts: int, out_dtype) -> int:
+    """Bytes that one CTA allocates for a product of `sizes` (M, N, K); at most SMEM_BYTES fit."""
+    m, n, k = sizes
+    p = _Problem(
+        m=round_up(m, 8),
+        n=n,
+        k=k,
+        parts=parts,
+        bias=False,
+        dtype=jnp.dtype(jnp.bfloat16),
+        out_dtype=jnp.dtype(out_dtype),
+        s=schedule,
+    )
     refs = [ref for ref in _scratch(p).values() if hasattr(ref, "shape")]
-    sizes = (math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in refs)
-    return sum(round_up(size, SMEM_ALIGNMENT) for size in sizes) + BARRIER_BYTES
+    buffers = (math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in refs)
+    return sum(round_up(size, SMEM_ALIGNMENT) for size in buffers) + BARRIER_BYTES
 
 
 def _tile_loop(p: _Problem, tile) -> None:
@@ -169,16 +187,14 @@ def _loader(p: _Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) -
     """Role of the last warpgroup: keeps up to `stages` steps of x and w in flight."""
     s = p.s
     plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-    if s.pdl:
-        plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()
-    x_rows = min(s.tile_m, round_up(p.m, 8))  # rows beyond stay unwritten: nothing stored reads them
-    issued = lambda count: lax.rem(count, s.stages)
+
+    def slot_of(count):
+        return lax.rem(count, s.stages)
 
     def load_tile(i, m0, n0):
         def load_step(k_i, _):
             count = i * p.k_steps + k_i
-            slot = issued(count)
+            slot = slot_of(count)
 
             @pl.when(count >= s.stages)
             def _wait_for_room():
@@ -186,8 +202,8 @@ def _loader(p: _Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) -
 
             k0 = k_i * s.tile_k
             plgpu.copy_gmem_to_smem(
-                x_gmem.at[pl.ds(m0, x_rows), pl.ds(k0, s.tile_k)],
-                x_smem.at[slot, pl.ds(0, x_rows)],
+                x_gmem.at[pl.ds(m0, p.x_rows), pl.ds(k0, s.tile_k)],
+                x_smem.at[slot, pl.ds(0, p.x_rows)],
                 k_loaded.at[slot],
                 collective_axes="cluster_n" if s.cluster_n > 1 else None,
             )
@@ -199,7 +215,7 @@ def _loader(p: _Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) -
 
     # The other CTAs of the cluster still signal this one: leave only when every slot is free.
     def drain(count, _):
-        plgpu.barrier_wait(k_consumed.at[issued(count)])
+        plgpu.barrier_wait(k_consumed.at[slot_of(count)])
 
     m_tiles, n_tiles = p.tiles
     mine = lax.div(m_tiles * n_tiles - 1 - lax.axis_index("grid"), p.clusters) + 1
@@ -318,25 +334,27 @@ def _body(*refs, p: _Problem, **scratch) -> None:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "schedule"))
-def _launch(x, w, bias, *, out_dtype, schedule: Schedule):
+@functools.partial(jax.jit, static_argnames=("out_dtype", "schedule", "interpret"))
+def _launch(x, w, bias, *, out_dtype, schedule: Schedule, interpret: bool = False):
+    """Under jit, so that equal call sites are traced and lowered once."""
+    _check(x, w, out_dtype)
     rows = x.shape[0]
     p = _Problem(
         m=rows,
         n=w.shape[-2],
-        k=x.shape[1],
+        k=w.shape[-1],
         parts=1 if w.ndim == 2 else w.shape[0],
         bias=bias is not None,
         dtype=x.dtype,
-        out_dtype=out_dtype,
+        out_dtype=jnp.dtype(out_dtype),
         s=schedule,
     )
     if rows > 8 or p.transposed:  # TMA tiles are 8 rows high; one short tile is clipped for free
         p = dataclasses.replace(p, m=round_up(rows, 8))
-    x = jnp.pad(x, ((0, p.m - rows), (0, 0)))
+    x = jnp.pad(x, ((0, p.m - rows), (0, p.k - x.shape[1])))
     kernel = plgpu.kernel(
         functools.partial(_body, p=p),
-        out_type=jax.ShapeDtypeStruct((p.n, p.m) if p.transposed else (p.m, p.n), out_dtype),
+        out_type=jax.ShapeDtypeStruct((p.n, p.m) if p.transposed else (p.m, p.n), p.out_dtype),
         scratch_types=_scratch(p),
         grid=(p.clusters,),
         grid_names=("grid",),
@@ -345,7 +363,79 @@ def _launch(x, w, bias, *, out_dtype, schedule: Schedule):
         num_threads=schedule.warpgroups + 1,
         thread_name="wg",
         kernel_name="matmul" if p.parts == 1 else "swiglu_matmul",
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
     operands = (x, w) if bias is None else (x, w, bias.astype(jnp.float32))
     out = kernel(*operands)
     return (out.T if p.transposed else out)[:rows]
+
+
+def _check(x, w, out_dtype) -> None:
+    if x.dtype not in OPERAND_DTYPES or w.dtype != x.dtype:
+        raise NotImplementedError(
+            f"the Hopper matmul multiplies bfloat16 or float16 by the same, got x {x.dtype} and w "
+            f"{w.dtype}; float32 operands would silently be rounded to TF32"
+        )
+    if jnp.dtype(out_dtype) not in OUT_DTYPES:
+        raise NotImplementedError(f"out_dtype={out_dtype} must be bfloat16, float16 or float32")
+    n, k = w.shape[-2:]
+    if n % N_MULTIPLE or k % K_MULTIPLE or x.shape[1] > k:
+        raise ValueError(
+            f"w must have N a multiple of {N_MULTIPLE} and K a multiple of {K_MULTIPLE} no smaller "
+            f"than x's, got N={n}, K={k} and x with K={x.shape[1]}: pad it with `pad_weights`"
+        )
+
+
+def pad_weights(w: jax.Array) -> jax.Array:
+    """w [..., N, K] with zeros up to the sizes that the kernel takes; done once, at load.
+
+    The product then has the padded N; zeros along K add nothing to an accumulator.
+    """
+    n, k = w.shape[-2:]
+    widths = [(0, 0)] * (w.ndim - 2)
+    return jnp.pad(w, (*widths, (0, -n % N_MULTIPLE), (0, -k % K_MULTIPLE)))
+
+
+def matmul_hopper(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    out_dtype,
+    schedule: Schedule,
+    interpret: bool = False,
+) -> jax.Array:
+    """x w^T (+ bias), float32 accumulators, rounded once.
+
+    Args:
+      x: [M, K] bfloat16 or float16, any M; a multiple of 8 (or M <= 8) avoids a padded copy.
+      w: [N, K] of x's dtype; N a multiple of 8, K of 64 (see `pad_weights`).
+      bias: [N], added in float32.
+      out_dtype: bfloat16, float16 or float32.
+      schedule: speed only.
+      interpret: run the kernel in Mosaic GPU's interpreter on a CPU.
+
+    Returns:
+      [M, N].
+
+    Raises:
+      NotImplementedError: float32 operands (never silently TF32), other dtypes.
+      ValueError: N or K not padded.
+
+    Invariance: the bits of row m depend on x[m], w, bias and out_dtype; not on M, the row's place,
+    the other rows (NaN and Inf included) or the schedule.
+    """
+    return _launch(x, w, bias, out_dtype=out_dtype, schedule=schedule, interpret=interpret)
+
+
+def swiglu_matmul_hopper(
+    x: jax.Array, gate_up: jax.Array, *, out_dtype, schedule: Schedule, interpret: bool = False
+) -> jax.Array:
+    """silu(x gate^T) * (x up^T) for gate_up [2, F, K]: float32 until the one rounding.
+
+    Args, Raises and Invariance as for `matmul_hopper`; `schedule.tile_n` counts columns of F.
+
+    Returns:
+      [M, F].
+    """
+    return _launch(x, gate_up, None, out_dtype=out_dtype, schedule=schedule, interpret=interpret)

@@ -1,4 +1,4 @@
-"""How a matrix product is laid out on the chip: everything that fixes its speed and none of its bits.
+"""How a matrix product is laid out on the chip: what fixes its speed and none of its bits.
 
 Rows are allowed to choose a schedule. Every schedule keeps one float32 accumulator per output
 element and walks K upwards in the instruction's own steps of 16, so all of them give the same bits.
@@ -6,10 +6,12 @@ element and walks K upwards in the instruction's own steps of 16, so all of them
 
 import dataclasses
 
+import jax.numpy as jnp
 
 SMEM_BYTES = 232448  # what one CTA may hold on sm90
 SMEM_ALIGNMENT = 1024
-BARRIER_BYTES = 1024  # room for barriers and the compiler's own scratch
+SMS = 132  # of an H100 or H200
+BARRIER_BYTES = 1024  # room for barriers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,7 @@ class Schedule:
 
     Attributes:
       tile_m: rows of x that one CTA holds.
-      tile_n: output columns of one CTA (of the fused product: SwiGLU reads twice as many rows of w).
+      tile_n: output columns of one CTA; SwiGLU reads twice as many rows of w.
       tile_k: K elements of one pipeline step.
       stages: pipeline steps in flight.
       swap: weights are the row operand of wgmma and tokens its column operand.
@@ -45,7 +47,6 @@ class Schedule:
     raster_width: int = 8
     ctas: int = 132
     inflight: int = 1
-    pdl: bool = False
 
     def __post_init__(self):
         for name in ("tile_m", "tile_n"):
@@ -88,3 +89,58 @@ def round_up(a: int, b: int) -> int:
     return cdiv(a, b) * b
 
 
+def fitted(s: Schedule, parts: int) -> Schedule:
+    """`s` with as many pipeline stages as shared memory holds, at most 16."""
+    step = (s.tile_m + parts * s.tile_n) * s.tile_k * 2
+    out = s.warpgroups * 2 * (s.part_m if s.swap else 64) * 128
+    stages = (SMEM_BYTES - BARRIER_BYTES - out) // step
+    return dataclasses.replace(s, stages=min(stages, 16))
+
+
+def normal_schedule(tile_m: int, tile_n: int, *, parts: int, k: int, **fields) -> Schedule:
+    """Tokens as wgmma's rows: one warpgroup up to 64 rows, else two."""
+    warpgroups = 1 if tile_m <= 64 else 2
+    s = Schedule(tile_m=tile_m, tile_n=tile_n, warpgroups=warpgroups, **fields)
+    s = fitted(s, parts)
+    return dataclasses.replace(s, stages=max(2, min(s.stages, cdiv(k, s.tile_k))))
+
+
+FIXED = normal_schedule(128, 128, parts=2, k=4096)  # the one-schedule mode: every row count
+
+# (N, K, parts): (rows up to, schedule), written by `scripts/tune_matmul.py table`.
+TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {}
+
+
+def schedule_for(
+    rows: int, n: int, k: int, *, parts: int = 1, out_dtype="bfloat16", fixed: bool = False
+) -> Schedule:
+    """The schedule of a product of `rows` rows with w [N, K] (parts 1) or [2, N, K] (SwiGLU).
+
+    `fixed` gives the same schedule for every row count. All schedules give the same bits.
+    """
+    if fixed:
+        return FIXED
+    for limit, schedule in TUNED.get((n, k, parts), ()):
+        # Swapped float32 results would have to be transposed in a second pass.
+        if rows <= limit and not (schedule.swap and jnp.dtype(out_dtype).itemsize == 4):
+            return schedule
+    return _rule(rows, n, k, parts)
+
+
+def _rule(rows: int, n: int, k: int, parts: int) -> Schedule:
+    """For shapes that nobody tuned: one wave of narrow tiles for few rows, else wide tiles."""
+    if rows <= 64:
+        even = cdiv(cdiv(n * parts, SMS), 16 * parts) * 16
+        tile_n = even if even * parts <= 64 else 128 // parts
+        return normal_schedule(64, tile_n, parts=parts, k=k, tile_k=128)
+    sizes = ((256, 192), (128, 256), (128, 128), (64, 128), (64, 64))
+    for tile_m, width in sizes:
+        if cdiv(rows, tile_m) * cdiv(n * parts, width) >= SMS * 5 // 6:
+            break
+    return normal_schedule(tile_m, width // parts, parts=parts, k=k)
+
+
+def schedules() -> frozenset[tuple[int, Schedule]]:
+    """Every (parts, schedule) that `schedule_for` can return for a tuned shape, for the proof."""
+    tuned = {(key[2], s) for key, rows in TUNED.items() for _, s in rows}
+    return frozenset(tuned | {(1, FIXED), (2, FIXED)})

@@ -1,0 +1,516 @@
+"""Times the Hopper kernels against the libraries, on the chip, and proves equal bits.
+
+Two steps, so that a machine without a GPU does the tracing:
+
+    python scripts/bench_kernels.py lower programs/                # anywhere
+    python scripts/bench_kernels.py run programs/ --json out.json  # on the chip
+
+Device time: the durations of the kernels of a program, from the profiler; medians over launches.
+Every launch of a program has weights and rows of its own, several times the L2 cache together, and
+equal launches cannot be merged. Ours runs in its row bucket (the next multiple of 8), as in the
+engine; the peer, XLA's dot through autotuned cuBLAS, at the exact number of rows.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import jax.experimental.pallas.mosaic_gpu  # loads the kernels' runtime
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+# (N, K) of the products of Llama-3.1-8B and Qwen3-8B; the first two are in both.
+SHAPES = {
+    "qkv": (6144, 4096),
+    "out": (4096, 4096),
+    "llama_gate_up": (28672, 4096),
+    "llama_down": (4096, 14336),
+    "qwen_gate_up": (24576, 4096),
+    "qwen_down": (4096, 12288),
+    "lm_head": (151936, 4096),
+}
+SWIGLU_SHAPES = {"llama_swiglu": (14336, 4096), "qwen_swiglu": (12288, 4096)}
+ROWS = (1, 2, 3, 4, 8, 16, 32, 33, 64, 100, 128, 256, 257, 512, 1000, 1024, 2048, 4096, 8192)
+SWIGLU_ROWS = (1, 8, 64, 256, 1024, 4096, 8192)
+ROTATED_BYTES = 250e6  # weights of one program, against an L2 of 50 to 60 MB
+CALLS = 3
+MARKER = "sine"  # a kernel of this name stands between two programs in the trace
+PROOF = (200, 1024, 2048)  # rows, N, K of the proof of equal bits
+
+
+def bucket(rows: int) -> int:
+    return -(-rows // 8) * 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """One program to time or to compare: `launches` products of one kind.
+
+    Attributes:
+      kind: "matmul", "swiglu", or a proof: "bits", "bits_swiglu", "control_reversed",
+        "control_split".
+      schedule: None for the peer.
+    """
+
+    kind: str
+    shape: str
+    m: int
+    n: int
+    k: int
+    out: str
+    schedule: object = None
+
+    @property
+    def parts(self) -> int:
+        return 2 if "swiglu" in self.kind else 1
+
+    @property
+    def proof(self) -> bool:
+        return self.kind.startswith(("bits", "control"))
+
+    @property
+    def launches(self) -> int:
+        wanted = np.ceil(ROTATED_BYTES / (2 * self.parts * self.n * self.k))
+        return 1 if self.proof else int(np.clip(wanted, 2, 10))
+
+    def operand_shapes(self):
+        w = (self.n, self.k) if self.parts == 1 else (2, self.n, self.k)
+        return [((self.m, self.k), w)] * self.launches
+
+    def product(self, x, w):
+        if self.kind == "control_reversed":
+            x, w = x[:, ::-1], w[:, ::-1]
+        if self.kind == "control_split":
+            half = self.k // 2
+            ours = functools.partial(dataclasses.replace(self, kind="bits").product)
+            return ours(x[:, :half], w[:, :half]) + ours(x[:, half:], w[:, half:])
+        if self.schedule is not None:
+            return _ours(x, w, self.out, self.schedule)
+        return _peer(x, w, self.out)
+
+    def body(self, *operands):
+        return tuple(self.product(x, w) for x, w in zip(operands[::2], operands[1::2], strict=True))
+
+    def serialized(self) -> bytes:
+        flat = [s for pair in self.operand_shapes() for s in pair]
+        args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in flat]
+        checks = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+        exporter = export.export(jax.jit(self.body), platforms=["cuda"], disabled_checks=checks)
+        return bytes(exporter(*args).serialize())
+
+
+def _ours(x, w, out, schedule):
+    from bi_jax.pallas_kernels.matmul import kernel_hopper
+
+    if w.ndim == 3:
+        return kernel_hopper.swiglu_matmul_hopper(x, w, out_dtype=out, schedule=schedule)
+    return kernel_hopper.matmul_hopper(x, w, out_dtype=out, schedule=schedule)
+
+
+def _peer(x, w, out):
+    dims = (((1,), (w.ndim - 1,)), ((), ()))
+    if w.ndim == 2:
+        return lax.dot_general(x, w, dims, preferred_element_type=jnp.dtype(out))
+    y = lax.dot_general(x, w.reshape(-1, w.shape[-1]), (((1,), (1,)), ((), ())))
+    gate, up = (half.astype(jnp.float32) for half in jnp.split(y, 2, axis=1))
+    return (gate / (1 + jnp.exp(-gate)) * up).astype(out)
+
+
+def bench_programs() -> list[Program]:
+    from bi_jax.pallas_kernels.matmul.schedule import schedule_for
+
+    programs = {}
+    for kind, shapes, rows in (("matmul", SHAPES, ROWS), ("swiglu", SWIGLU_SHAPES, SWIGLU_ROWS)):
+        for name, (n, k) in shapes.items():
+            out = "float32" if name == "lm_head" else "bfloat16"
+            new = functools.partial(Program, kind=kind, shape=name, n=n, k=k, out=out)
+            for m in rows:
+                parts = 2 if kind == "swiglu" else 1
+                schedule = schedule_for(bucket(m), n, k, parts=parts, out_dtype=out)
+                programs[new(m=bucket(m), schedule=schedule)] = None
+                programs[new(m=m)] = None
+    return list(programs)
+
+
+def proof_programs(programs) -> list[Program]:
+    """Every schedule among the programs, in float32 on one set of spread operands."""
+    m, n, k = PROOF
+    proofs = {}
+    for kind in ("matmul", "swiglu"):
+        new = functools.partial(Program, shape="proof", m=m, n=n, k=k, out="float32")
+        name = "bits" if kind == "matmul" else "bits_swiglu"
+        proofs[new(kind=name)] = None
+        found = [p.schedule for p in programs if p.kind == kind and p.schedule is not None]
+        for s in found:
+            proofs[new(kind=name, schedule=_with_room(s, 1 + (kind == "swiglu")))] = None
+        if kind == "matmul" and found:
+            for control in ("control_reversed", "control_split"):
+                proofs[new(kind=control, schedule=_with_room(found[0], 1))] = None
+    return list(proofs)
+
+
+def _with_room(schedule, parts: int):
+    """With as many stages as fit: float32 results need more shared memory than rounded ones."""
+    from bi_jax.pallas_kernels.matmul import kernel_hopper
+    from bi_jax.pallas_kernels.matmul.schedule import SMEM_BYTES
+
+    m, n, k = PROOF
+    while kernel_hopper.shared_memory_of(schedule, (m, n, k), parts, "float32") > SMEM_BYTES:
+        schedule = dataclasses.replace(schedule, stages=schedule.stages - 1)
+    return schedule
+
+
+def lower(programs, folder: pathlib.Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = []
+    for index, program in enumerate(programs):
+        row = dict(program=_to_json(program), file=f"p{index:04d}")
+        try:
+            (folder / row["file"]).write_bytes(program.serialized())
+        except ValueError as error:
+            row["error"] = str(error)[:300]
+            print(program, row["error"])
+        manifest.append(row)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    print(f"{len(manifest)} programs")
+
+
+def _to_json(program) -> dict:
+    fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
+    if program.schedule is not None:
+        fields["schedule"] = dataclasses.asdict(program.schedule)
+    return fields
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "wide"))
+def _random(seed, *, shape: tuple, wide: bool):
+    sign, scale = jax.random.split(jax.random.key(seed))
+    values = jax.random.normal(sign, shape, jnp.bfloat16)
+    if not wide:
+        return values
+    exponent = jax.random.uniform(scale, shape, minval=-20.0, maxval=20.0)
+    return (values.astype(jnp.float32) * jnp.exp2(exponent)).astype(jnp.bfloat16)
+
+
+@functools.cache
+def _pool() -> np.ndarray:
+    """Rows are cut from one host array: a generator for each number of rows would be compiled."""
+    values = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
+    return np.asarray(values, jnp.bfloat16)
+
+
+@functools.cache
+def operand(seed: int, shape: tuple, wide: bool):
+    """Normal values, or of both signs over 2^-20..2^20 so that another order of additions shows.
+
+    Even seeds are rows of x, odd ones weights; a seed and a shape always give the same values.
+    """
+    if seed % 2 == 0 and not wide:
+        return jax.device_put(np.resize(np.roll(_pool(), 1009 * seed), shape))
+    return _random(seed, shape=shape, wide=wide)
+
+
+def operands(program: Program) -> list:
+    wide = program.proof
+    return [
+        operand(seed, shape, wide)
+        for index, pair in enumerate(program.operand_shapes())
+        for seed, shape in zip((2 * index, 2 * index + 1), pair, strict=True)
+    ]
+
+
+def compile_program(path: pathlib.Path, program: Program, peer_options: dict):
+    exported = export.deserialize(bytearray(path.read_bytes()))
+    lowered = jax.jit(exported.call).lower(*exported.in_avals)
+    return lowered.compile(compiler_options=peer_options if program.schedule is None else {})
+
+
+def device_times(runs) -> list[float]:
+    """Microseconds of kernels a launch, for (compiled, operands, launches) run in a row."""
+    mark = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
+    dot = jnp.ones(8, jnp.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for compiled, args, _ in runs:
+                for _ in range(CALLS):
+                    jax.block_until_ready(mark(dot))
+                    jax.block_until_ready(compiled(*args))
+            jax.block_until_ready(mark(dot))
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        events = _gpu_events(jax.profiler.ProfileData.from_file(str(path)))
+    groups, current = [], None
+    for name, duration in events:
+        if MARKER in name:
+            current = []
+            groups.append(current)
+        elif current is not None:
+            current.append(duration)
+    if len(groups) < len(runs) * CALLS:
+        raise RuntimeError(
+            f"{len(groups)} markers in the trace: {collections.Counter(e[0] for e in events).most_common(9)}"
+        )
+    totals = [sum(g) / 1e3 for g in groups]
+    return [
+        statistics.median(totals[i * CALLS : (i + 1) * CALLS]) / launches
+        for i, (_, _, launches) in enumerate(runs)
+    ]
+
+
+def wall_times(runs) -> list[float]:
+    """Microseconds a launch by the host's clock; only where the profiler gives nothing."""
+    found = []
+    for compiled, args, launches in runs:
+        sets = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(4):
+                result = compiled(*args)
+            jax.block_until_ready(result)
+            sets.append((time.perf_counter() - start) / (4 * launches) * 1e6)
+        found.append(statistics.median(sets))
+    return found
+
+
+def _gpu_events(profile) -> list[tuple[str, float]]:
+    found = []
+    for plane in profile.planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                found += [(e.start_ns, e.name, e.duration_ns) for e in line.events]
+    return [(name, duration) for _, name, duration in sorted(found)]
+
+
+def compare_bits(proofs) -> list[dict]:
+    """Each schedule's float32 bits against the first's; error against float64 beside the peer's."""
+    rows, first, exact = [], {}, {}
+    for program, compiled in proofs:
+        x, w = operands(program)
+        y = np.asarray(compiled(x, w)[0])
+        group = "swiglu" if program.parts == 2 else "matmul"
+        if group not in exact:
+            exact[group] = _float64(x, w)
+        row = dict(kind=program.kind, schedule=_to_json(program)["schedule"])
+        norm = np.linalg.norm(exact[group])
+        row["error"] = float(np.linalg.norm(y.astype(np.float64) - exact[group]) / norm)
+        if program.schedule is not None:
+            reference = first.setdefault(group, y)
+            row["differing"] = int((reference.view(np.int32) != y.view(np.int32)).sum())
+        rows.append(row)
+    return rows
+
+
+def _float64(x, w):
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    if w.ndim == 2:
+        return x @ w.T
+    gate, up = x @ w[0].T, x @ w[1].T
+    with np.errstate(over="ignore"):
+        return gate / (1 + np.exp(-gate)) * up
+
+
+def copy_bandwidth() -> float:
+    """Bytes/s, read and written, of a large copy, by device time."""
+    source = operand(1, (1 << 30,), False)
+    copy = jax.jit(lambda a: lax.optimization_barrier(jnp.copy(a))).lower(source).compile()
+    jax.block_until_ready(copy(source))
+    start = time.perf_counter()
+    for _ in range(8):
+        result = copy(source)
+    jax.block_until_ready(result)
+    return 8 * 4 * source.size / (time.perf_counter() - start)
+
+
+def run(args) -> None:
+    rows = json.loads((args.programs / "manifest.json").read_text())
+    todo = [(_from_json(r["program"]), args.programs / r["file"]) for r in rows if "error" not in r]
+    begin = time.time()
+    for program, _ in todo:
+        operands(program)
+    print(f"operands after {time.time() - begin:.0f} s", flush=True)
+    peer_options = {} if args.any_peer else {"xla_gpu_enable_triton_gemm": False}
+
+    def build(item):  # without running ours, so that the peer's autotuning has the chip to itself
+        return compile_program(item[1], item[0], peer_options)
+
+    def warm(item):
+        jax.block_until_ready(item[1](*operands(item[0])))
+        return item[1]
+
+    deadline = begin + args.budget
+    built = _in_threads(build, todo, deadline - 20)
+    print(f"{len(built)} of {len(todo)} built after {time.time() - begin:.0f} s", flush=True)
+    ready = _in_threads(warm, built, deadline - 15)
+    print(f"{len(ready)} ready after {time.time() - begin:.0f} s", flush=True)
+
+    bandwidth = copy_bandwidth()
+    timed = [(p, c) for p, c in ready if not p.proof]
+    runs = [(c, operands(p), p.launches) for p, c in timed]
+    try:
+        micros = device_times(runs)
+    except Exception as error:
+        print("no profile:", repr(error)[:1500], flush=True)
+        micros = wall_times(runs)
+    result = dict(header=header(bandwidth))
+    result["times"] = [
+        dict(_to_json(p), launches=p.launches, us=us)
+        for (p, _), us in zip(timed, micros, strict=True)
+    ]
+    args.json.write_text(json.dumps(result))
+    print(f"timed after {time.time() - begin:.0f} s", flush=True)
+    result["bits"] = compare_bits([(p, c) for p, c in ready if p.proof])
+    args.json.write_text(json.dumps(result))
+    report(result)
+    os._exit(0)  # threads that still compile must not hold the chip
+
+
+def _from_json(row: dict) -> Program:
+    """A manifest row back to its program; the chip's Python needs no bi_jax for that."""
+    schedule = row["schedule"]
+    program = Program(**{**row, "schedule": None})
+    if schedule is None:
+        return program
+    fields = [(key, type(value)) for key, value in schedule.items()]
+    plain = dataclasses.make_dataclass("Schedule", fields, frozen=True)
+    return dataclasses.replace(program, schedule=plain(**schedule))
+
+
+def _in_threads(work, items, deadline: float) -> list:
+    """(program, work(item)) for the items that finish in time; prints why others do not."""
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    futures = [pool.submit(work, item) for item in items]
+    concurrent.futures.wait(futures, timeout=max(deadline - time.time(), 1))
+    pool.shutdown(wait=False, cancel_futures=True)
+    done, failed = [], collections.Counter()
+    for item, future in zip(items, futures, strict=True):
+        if not future.done() or future.cancelled():
+            failed["late"] += 1
+        elif future.exception():
+            failed[f"{item[0].kind} {item[0].schedule}: {future.exception()!r}"[:400]] += 1
+        else:
+            done.append((item[0], future.result()))
+    if failed:
+        print(failed.most_common(3), flush=True)
+    return done
+
+
+def header(bandwidth: float) -> dict:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    chip, driver = subprocess.check_output(query, text=True).strip().split(", ")
+    return dict(
+        date=datetime.date.today().isoformat(),
+        chip=chip,
+        driver=driver,
+        jax=jax.__version__,
+        jaxlib=jax.lib.__version__,
+        python=sys.version.split()[0],
+        command="python scripts/bench_kernels.py " + " ".join(sys.argv[1:2]),
+        copy_bandwidth_tb_s=round(bandwidth / 1e12, 3),
+        peak="bf16 dense 989 TFLOP/s (datasheet)",
+        rows="ours in the row bucket (next multiple of 8), the peer at the exact rows",
+    )
+
+
+def cells(result, dtype: str = "bfloat16") -> list[dict]:
+    """One row a cell: ours (the fastest schedule measured), the peer and the ratio."""
+    ours, peer = {}, {}
+    for t in result["times"]:
+        key = (t["kind"], t["shape"], t["m"])
+        if t["schedule"] is None:
+            peer[key] = t
+        elif key not in ours or t["us"] < ours[key]["us"]:
+            ours[key] = t
+    bandwidth = result["header"]["copy_bandwidth_tb_s"] * 1e12
+    rows = []
+    for (kind, shape, m), p in peer.items():
+        t = ours.get((kind, shape, bucket(m)))
+        if t is None:
+            continue
+        parts = 2 if kind == "swiglu" else 1
+        moved = 2 * (parts * p["n"] * p["k"] + m * p["k"])
+        moved += m * p["n"] * (4 if p["out"] == "float32" else 2)
+        floor = max(moved / bandwidth, 2 * parts * m * p["n"] * p["k"] / 989e12) * 1e6
+        rows.append(
+            dict(
+                op="matmul" if kind == "matmul" else "swiglu_matmul",
+                case=shape,
+                rows=m,
+                dtype=dtype,
+                ours_us=round(t["us"], 2),
+                peer="XLA dot (cuBLAS)" if kind == "matmul" else "XLA dot (cuBLAS) + fused silu",
+                peer_us=round(p["us"], 2),
+                ratio=round(t["us"] / p["us"], 4),
+                ceiling_fraction=round(floor / t["us"], 4),
+                schedule=t["schedule"],
+            )
+        )
+    return rows
+
+
+def label(s) -> str:
+    tile = f"{'swap ' if s['swap'] else ''}{s['tile_m']}x{s['tile_n']}x{s['tile_k']}"
+    shape = f"st{s['stages']} wg{s['warpgroups']}{s['split']} c{s['cluster_m']}{s['cluster_n']}"
+    return f"{tile} {shape} {s['raster']}{s['raster_width']}"
+
+
+def report(result) -> None:
+    rows = cells(result)
+    by_case = collections.defaultdict(list)
+    for r in rows:
+        by_case[r["case"]].append(r)
+    for case, members in by_case.items():
+        text = " ".join(
+            f"{r['rows']}:{r['ours_us']:.1f}/{r['ratio']:.2f}/{r['ceiling_fraction']:.2f}"
+            for r in members
+        )
+        print(f"{case} rows:us/ratio/ceiling {text}")
+    plain = [r["ratio"] for r in rows if r["op"] == "matmul"]
+    if plain:
+        mean = float(np.exp(np.mean(np.log(plain))))
+        print(f"cells {len(plain)}, geometric mean {mean:.4f}, worst {max(plain):.3f}")
+    bits = result.get("bits", [])
+    ours = [b for b in bits if b["kind"].startswith("bits") and b["schedule"]]
+    print(
+        f"bits: {len(ours)} schedules, {sum(b['differing'] > 0 for b in ours)} differ; controls",
+        [(b["kind"], b["differing"]) for b in bits if b["kind"].startswith("control")],
+        "errors",
+        [f"{b['kind']}:{b['error']:.3e}" for b in bits if b["schedule"] is None],
+        f"ours {max((b['error'] for b in ours), default=0):.3e}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=re.sub(r"\n\n.*", "", __doc__, flags=re.S))
+    commands = parser.add_subparsers(dest="command", required=True)
+    lowering = commands.add_parser("lower", help="trace and lower every cell; needs no GPU")
+    lowering.add_argument("programs", type=pathlib.Path)
+    running = commands.add_parser("run", help="compile, time and compare; needs the chip")
+    running.add_argument("programs", type=pathlib.Path)
+    running.add_argument("--json", type=pathlib.Path, required=True)
+    running.add_argument("--budget", type=float, default=540.0, help="seconds")
+    running.add_argument("--any-peer", action="store_true", help="XLA may use its own kernels too")
+    args = parser.parse_args()
+    if args.command == "lower":
+        programs = bench_programs()
+        lower(programs + proof_programs(programs), args.programs)
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Offline tuning of the Hopper matmul's schedule table.
+
+    python scripts/tune_matmul.py lower programs/                  # anywhere
+    python scripts/bench_kernels.py run programs/ --json out.json  # on the chip
+    python scripts/tune_matmul.py table out.json                   # prints the table's entries
+
+A schedule whose float32 bits differ from the others' on spread operands is refused. Candidates come
+from a model of the time of one output tile, so that few have to be compiled.
+"""
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+
+import bench_kernels as bench
+
+from bi_jax.pallas_kernels.matmul.schedule import Schedule, cdiv, fitted, normal_schedule
+
+SMS = 132
+# tile_m -> (us, us a column) of one wave of tiles at K = 4096, fitted to a first sweep on an H200.
+TILE_US = {64: (8.5, 0.072), 128: (9.5, 0.133), 256: (12.0, 0.256)}
+WIDEST = {64: 256, 128: 256, 256: 192}
+BUCKETS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+CLOSE = 1.06  # a second candidate is worth compiling when the model puts it this near
+
+
+def modelled(m: int, n: int, tile_m: int, tile_n: int) -> float:
+    fixed, column = TILE_US[tile_m]
+    tiles = cdiv(m, tile_m) * cdiv(n, tile_n)
+    return cdiv(tiles, SMS) * (fixed + column * tile_n)
+
+
+def tiles_of(m: int, n: int, parts: int) -> list[tuple[int, int]]:
+    """(tile_m, columns of the product as it is multiplied), the best by the model first."""
+    found = []
+    for tile_m, widest in WIDEST.items():
+        if tile_m > 64 and tile_m >= 2 * m:
+            continue
+        step = 16 * parts
+        for tile_n in range(32, widest + 1, step):
+            penalty = 1.0 if tile_n % (64 * parts) == 0 else 1.01 if tile_n % 32 == 0 else 1.03
+            found.append((modelled(m, n * parts, tile_m, tile_n) * penalty, tile_m, tile_n))
+    found.sort()
+    best = found[0][0]
+    near = [f for f in found[1:] if f[0] <= best * CLOSE]
+    picks = [found[0], *[f for f in near if f[1] != found[0][1]][:1]]
+    if m >= 2048 and n * parts > 8192:
+        picks += [f for f in near if f not in picks][:1]
+    return [(tile_m, tile_n) for _, tile_m, tile_n in picks]
+
+
+def candidates(m: int, n: int, k: int, parts: int, several: bool) -> list[Schedule]:
+    new = functools.partial(normal_schedule, parts=parts, k=k)
+    if m <= 64:
+        even = cdiv(cdiv(n * parts, SMS), 16 * parts) * 16
+        narrow = even * parts <= 64
+        if narrow:
+            found = [new(64, even, tile_k=128, cluster_n=2), new(64, even, tile_k=128)]
+        elif even * parts <= 256:
+            found = [new(64, 128 // parts, tile_k=128, cluster_n=2), new(64, even)]
+        else:
+            found = [new(64, 64, tile_k=128, cluster_n=2), new(64, 128, tile_k=128)]
+        if m <= 8 and parts == 1:
+            swapped = Schedule(tile_m=8, tile_n=64, tile_k=256, stages=6, swap=True, split="n")
+            found.append(swapped)
+        return found if several else found[:1]
+    found = [new(tile_m, tile_n // parts) for tile_m, tile_n in tiles_of(m, n, parts)]
+    if m <= 128:
+        narrow = [t for t in found if t.tile_m == 64 and t.tile_n <= 96]
+        found = [new(64, t.tile_n, tile_k=128) for t in narrow] + found
+        if n > 32768:
+            found = [new(128, 128, cluster_n=2), *found]
+        elif n > 8192:
+            found.append(new(64, 224 // parts, cluster_m=2))
+    elif m <= 256 and 8192 < n <= 32768:
+        found.append(new(256, 112 // parts))
+    if m >= 4096:
+        width = min(32, cdiv(m, found[0].tile_m))
+        found.append(new(found[0].tile_m, found[0].tile_n, raster_width=width))
+    return list(dict.fromkeys(found)) if several else found[:1]
+
+
+def tuning_programs() -> list[bench.Program]:
+    programs = {}
+    for kind, shapes, rows in (
+        ("matmul", bench.SHAPES, bench.ROWS),
+        ("swiglu", bench.SWIGLU_SHAPES, bench.SWIGLU_ROWS),
+    ):
+        parts = 2 if kind == "swiglu" else 1
+        for name, (n, k) in shapes.items():
+            out = "float32" if name == "lm_head" else "bfloat16"
+            new = functools.partial(bench.Program, kind=kind, shape=name, n=n, k=k, out=out)
+            for m in rows:
+                rows_here = bench.bucket(m)
+                several = rows_here in BUCKETS and not name.startswith("qwen")
+                several = several and not 8 < rows_here < 64 and kind == "matmul"
+                for s in candidates(rows_here, n, k, parts, several):
+                    if out == "float32" and s.swap:
+                        continue
+                    programs[new(m=rows_here, schedule=fitted(s, parts))] = None
+                programs[new(m=m)] = None
+    return list(programs)
+
+
+def table(path: pathlib.Path) -> None:
+    """Prints {(N, K, parts): ((up to rows, schedule fields), ...)} of the fastest schedules."""
+    result = json.loads(path.read_text())
+    ours = [b for b in result["bits"] if b["schedule"] and b["kind"].startswith("bits")]
+    refused = [b["schedule"] for b in ours if b["differing"]]
+    if refused:
+        raise SystemExit(f"{len(refused)} schedules change bits: {refused[:2]}")
+    best = {}
+    for t in result["times"]:
+        if t["schedule"] is None:
+            continue
+        key = (t["n"], t["k"], 2 if t["kind"] == "swiglu" else 1)
+        cell = best.setdefault(key, {})
+        if t["us"] < cell.get(t["m"], (math.inf, None))[0]:
+            cell[t["m"]] = (t["us"], t["schedule"])
+    for key, cell in best.items():
+        print(f"    {key}: (")
+        previous = None
+        rows = sorted(cell)
+        for index, m in enumerate(rows):
+            fields = _changed(cell[m][1])
+            following = _changed(cell[rows[index + 1]][1]) if index + 1 < len(rows) else None
+            if fields != following:
+                print(f"        ({m}, Schedule({fields})),")
+            previous = fields
+        del previous
+        print("    ),")
+
+
+def _changed(schedule: dict) -> str:
+    import dataclasses
+
+    defaults = {f.name: f.default for f in dataclasses.fields(Schedule)}
+    return ", ".join(f"{k}={v!r}" for k, v in schedule.items() if v != defaults[k])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    lowering = commands.add_parser("lower")
+    lowering.add_argument("programs", type=pathlib.Path)
+    printing = commands.add_parser("table")
+    printing.add_argument("json", type=pathlib.Path)
+    args = parser.parse_args()
+    if args.command == "table":
+        table(args.json)
+        return
+    programs = tuning_programs()
+    bench.lower(programs + bench.proof_programs(programs), args.programs)
+
+
+if __name__ == "__main__":
+    main()

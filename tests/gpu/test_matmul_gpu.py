@@ -1,0 +1,88 @@
+"""The Hopper matmul's bits on the chip: every schedule, every row count, every row's place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bi_jax.pallas_kernels.matmul import kernel_hopper
+from bi_jax.pallas_kernels.matmul.schedule import SMEM_BYTES, Schedule, schedule_for, schedules
+
+pytestmark = pytest.mark.gpu
+
+N, K = 1024, 2048
+ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 2048)
+SWAPPED = Schedule(tile_m=16, tile_n=64, stages=8, swap=True)
+
+
+def spread(seed: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
+    """Both signs over 2^-20..2^20 (2^-6..2^6 in float16): another order of additions shows."""
+    rng = np.random.default_rng(seed)
+    most = 6 if dtype == jnp.float16 else 20
+    values = rng.standard_normal(shape) * np.exp2(rng.uniform(-most, most, shape))
+    return jnp.asarray(values, dtype)
+
+
+def product(x, w, schedule, out_dtype="float32") -> np.ndarray:
+    if w.ndim == 3:
+        y = kernel_hopper.swiglu_matmul_hopper(x, w, out_dtype=out_dtype, schedule=schedule)
+    else:
+        y = kernel_hopper.matmul_hopper(x, w, out_dtype=out_dtype, schedule=schedule)
+    return np.asarray(y)
+
+
+def fits(schedule: Schedule, parts: int) -> bool:
+    bytes_ = kernel_hopper.shared_memory_of(schedule, (200, N, K), parts, "float32")
+    return bytes_ <= SMEM_BYTES
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_schedule_gives_the_same_float32_bits(dtype, parts):
+    x = spread(0, 200, K, dtype=dtype)
+    w = spread(1, *((2,) if parts == 2 else ()), N, K, dtype=dtype)
+    found = sorted((s for p, s in schedules() if p == parts and fits(s, parts)), key=repr)
+    assert found
+    first = product(x, w, found[0])
+    for schedule in [*found[1:], *([SWAPPED] if parts == 1 else [])]:
+        assert product(x, w, schedule).tobytes() == first.tobytes(), schedule
+    # Controls: the other direction along K, and K in two halves, are seen on this very fixture.
+    assert product(x[:, ::-1], w[..., ::-1], found[0]).tobytes() != first.tobytes()
+    if parts == 1:
+        half = K // 2
+        split = product(x[:, :half], w[:, :half], found[0])
+        split = split + product(x[:, half:], w[:, half:], found[0])
+        assert split.tobytes() != first.tobytes()
+
+
+def test_a_row_has_the_same_bits_in_every_batch():
+    x, w = spread(2, max(ROWS), K), spread(3, N, K)
+    whole = product(x, w, schedule_for(max(ROWS), N, K))
+    for rows in ROWS:
+        schedule = schedule_for(rows, N, K)
+        for start in {0, max(ROWS) - rows}:
+            part = product(x[start : start + rows], w, schedule)
+            assert part.tobytes() == whole[start : start + rows].tobytes(), (rows, start)
+
+
+def test_padding_rows_may_hold_anything():
+    x, w = spread(4, 64, K), spread(5, N, K)
+    clean = product(x, w, schedule_for(64, N, K))
+    poison = jnp.asarray([np.nan, np.inf, -np.inf, 3e38], x.dtype)[:, None]
+    poisoned = product(x.at[40:44].set(poison), w, schedule_for(64, N, K))
+    keep = np.r_[0:40, 44:64]
+    assert poisoned[keep].tobytes() == clean[keep].tobytes()
+    assert poisoned[40:44].tobytes() != clean[40:44].tobytes()
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+def test_error_is_no_larger_than_the_library_s(out_dtype):
+    rng = np.random.default_rng(6)
+    x = jnp.asarray(rng.standard_normal((256, K)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((N, K)), jnp.bfloat16)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    dims = (((1,), (1,)), ((), ()))
+    peer = jax.lax.dot_general(x, w, dims, preferred_element_type=jnp.dtype(out_dtype))
+    ours = product(x, w, schedule_for(256, N, K), out_dtype)
+    error = np.linalg.norm(ours.astype(np.float64) - exact)
+    assert error <= 1.5 * np.linalg.norm(np.asarray(peer, np.float64) - exact)

@@ -1,0 +1,188 @@
+"""The Hopper matmul without a GPU: the real kernel interpreted, and every case lowered for sm90.
+
+The interpreter runs the kernel's warpgroups, barriers and copies and looks for races; it does not
+give the chip's bits, which tests/gpu/test_matmul_gpu.py compares on the device.
+"""
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bi_jax.pallas_kernels.matmul import cases
+from bi_jax.pallas_kernels.matmul.kernel_hopper import (
+    matmul_hopper,
+    pad_weights,
+    swiglu_matmul_hopper,
+)
+from bi_jax.pallas_kernels.matmul.schedule import FIXED, Schedule, schedule_for
+
+NORMAL = Schedule(tile_m=64, tile_n=32, stages=3, ctas=3)
+SWAPPED = Schedule(tile_m=16, tile_n=64, stages=3, ctas=2, swap=True)
+TWO_WARPGROUPS = Schedule(tile_m=128, tile_n=64, stages=3, ctas=2, warpgroups=2)
+SPLIT_N = Schedule(tile_m=64, tile_n=128, stages=3, ctas=1, warpgroups=2, split="n")
+CLUSTERED = Schedule(tile_m=64, tile_n=64, stages=3, ctas=4, cluster_n=2)
+
+
+def operand(seed: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def interpreted(x, w, bias=None, *, out_dtype=jnp.float32, schedule):
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        if w.ndim == 3:
+            y = swiglu_matmul_hopper(x, w, out_dtype=out_dtype, schedule=schedule)
+        else:
+            y = matmul_hopper(x, w, bias, out_dtype=out_dtype, schedule=schedule)
+    return np.asarray(y)
+
+
+def expected(x, w, bias=None):
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    if w.ndim == 3:
+        gate = x @ w[0].T
+        return gate / (1 + np.exp(-gate)) * (x @ w[1].T)
+    return x @ w.T + (0 if bias is None else np.asarray(bias, np.float64))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rows", "n", "options"),
+    [
+        (NORMAL, 3, 128, {}),
+        (NORMAL, 16, 120, {"bias": True}),  # a last tile that hangs over N
+        (SWAPPED, 33, 128, {"bias": True}),  # rows that are no multiple of 8
+        (SWAPPED, 16, 64, {"parts": 2}),
+        (TWO_WARPGROUPS, 200, 128, {"dtype": jnp.float16}),
+        (SPLIT_N, 8, 128, {"parts": 2}),
+        (CLUSTERED, 72, 256, {}),
+    ],
+)
+def test_interpreted_product_is_right(schedule, rows, n, options):
+    dtype, parts = options.get("dtype", jnp.bfloat16), options.get("parts", 1)
+    x = operand(0, rows, 192, dtype=dtype)
+    w = operand(1, *((parts,) if parts == 2 else ()), n, 192, dtype=dtype)
+    bias = operand(2, n, dtype=dtype) if "bias" in options else None
+    y = interpreted(x, w, bias, schedule=schedule)
+    reference = expected(x, w, bias)
+    error = np.linalg.norm(y - reference) / np.linalg.norm(reference)
+    assert y.shape == (rows, n)
+    assert error < 1e-6
+    # Control: the check sees one wrong weight.
+    wrong = expected(x, w.at[..., 0, 0].add(jnp.asarray(1, dtype)), bias)
+    assert np.linalg.norm(y - wrong) / np.linalg.norm(reference) > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy inside the interpreter
+@pytest.mark.parametrize("schedule", [NORMAL, SWAPPED])
+def test_a_row_does_not_see_what_its_neighbours_hold(schedule):
+    x, w = operand(0, 16, 192), operand(1, 64, 192)
+    clean = interpreted(x, w, schedule=schedule)
+    poison = jnp.asarray([np.nan, np.inf, 1e30, -0.0], x.dtype)[:, None]
+    poisoned = interpreted(x.at[4:8].set(poison), w, schedule=schedule)
+    keep = np.r_[0:4, 8:16]
+    assert clean[keep].tobytes() == poisoned[keep].tobytes()
+    assert clean[4:8].tobytes() != poisoned[4:8].tobytes()
+
+
+def test_weights_are_padded_once_and_add_nothing():
+    x, w = operand(0, 8, 72), operand(1, 60, 72)
+    padded = pad_weights(w)
+    assert padded.shape == (64, 128)
+    y = interpreted(x, padded, schedule=NORMAL)
+    np.testing.assert_allclose(y[:, :60], expected(x, w), rtol=1e-5, atol=1e-5)
+    assert not y[:, 60:].any()
+
+
+def test_refusals_name_what_came():
+    x, w = operand(0, 8, 128), operand(1, 64, 128)
+    with pytest.raises(NotImplementedError, match="TF32"):
+        matmul_hopper(
+            x.astype(jnp.float32),
+            w.astype(jnp.float32),
+            out_dtype=jnp.float32,
+            schedule=NORMAL,
+        )
+    with pytest.raises(ValueError, match="pad it with `pad_weights`"):
+        matmul_hopper(x, w[:60], out_dtype=jnp.float32, schedule=NORMAL)
+    with pytest.raises(ValueError, match="tile_n=12 must be a positive multiple of 8"):
+        Schedule(tile_m=64, tile_n=12)
+    with pytest.raises(ValueError, match="swapped"):
+        dataclasses.replace(SWAPPED, tile_n=128, warpgroups=2, split="m")
+
+
+def lowers(rows, n, k, *, parts, out_dtype, schedule, dtype=jnp.bfloat16, bias=False):
+    """Compiles for sm90 as far as a machine without a GPU can; raises where the chip would."""
+    x = jax.ShapeDtypeStruct((rows, k), dtype)
+    w = jax.ShapeDtypeStruct((parts, n, k) if parts == 2 else (n, k), dtype)
+    if parts == 2:
+        traced = swiglu_matmul_hopper, (x, w)
+    else:
+        traced = matmul_hopper, (x, w, *([jax.ShapeDtypeStruct((n,), dtype)] if bias else []))
+    function, operands = traced
+
+    def call(*arrays):
+        return function(*arrays, out_dtype=out_dtype, schedule=schedule)
+
+    program = jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",))
+    assert program.as_text().count("mosaic_gpu") >= 1
+
+
+CASES = sorted(
+    {
+        (2 if name == "gate_up" else 1, n // 2 if name == "gate_up" else n, k)
+        for model in (cases.LLAMA_3_1_8B, cases.QWEN3_8B, cases.SMOLLM2_135M)
+        for name, (n, k) in model.items()
+    }
+)
+
+
+@pytest.mark.parametrize(("parts", "n", "k"), [c for c in CASES if c[2] == 576])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_small_model_lowers_for_sm90(parts, n, k, rows):
+    out = "float32" if n > 32768 else "bfloat16"
+    schedule = schedule_for(rows, n, k, parts=parts, out_dtype=out)
+    lowers(rows, n, k, parts=parts, out_dtype=out, schedule=schedule)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_one_schedule_mode_lowers_for_every_kind_of_output(parts):
+    for rows, out in ((1, "bfloat16"), (264, "float32")):
+        assert schedule_for(rows, 4096, 4096, fixed=True) is FIXED
+        lowers(rows, 4096, 4096, parts=parts, out_dtype=out, schedule=FIXED)
+
+
+def test_biases_and_float16_lower_for_sm90():
+    for rows, schedule in ((8, NORMAL), (8, SWAPPED), (200, TWO_WARPGROUPS)):
+        lowers(
+            rows,
+            1536,
+            576,
+            parts=1,
+            out_dtype="float16",
+            schedule=schedule,
+            dtype=jnp.float16,
+            bias=True,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parts", "n", "k"), CASES)
+def test_every_case_lowers_for_sm90(parts, n, k):
+    out = "float32" if n > 32768 else "bfloat16"
+    for rows in (1, 3, 8, 16, 32, 33, 64, 100, 128, 256, 257, 512, 1000, 1024, 2048, 4096, 8192):
+        schedule = schedule_for(rows, n, k, parts=parts, out_dtype=out)
+        lowers(rows, n, k, parts=parts, out_dtype=out, schedule=schedule)
+
+
+def test_equal_call_sites_are_traced_once():
+    x, w = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((64, 128), "bfloat16")
+
+    def step(x, w):
+        return [matmul_hopper(x, w, out_dtype="bfloat16", schedule=NORMAL) for _ in range(5)]
+
+    text = jax.jit(step).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert text.count("call @_launch") == 5
