@@ -7,7 +7,7 @@ from jax import lax
 from ..fixed_rows import for_row_blocks
 from .topology import AttentionTopology
 
-ROWS = 4  # query tokens a block; each meets its own keys
+ROWS = 1  # query tokens a block: each meets its own pages, so more would not share anything
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -33,42 +33,47 @@ def attention_reference(
             f"attention: the reference runs kv_split=None, got {topology.kv_split}"
         )
     block = topology.kv_block
-    keys_a_page = k_pages.shape[2]
-    page_of = jnp.minimum(request, page_table.shape[0] - 1)
+    page_row = jnp.minimum(request, page_table.shape[0] - 1)
     # Padding may hold any position, and a large one would only make the loop long.
     real = jnp.arange(positions.shape[0], dtype=jnp.int32) < num_tokens
     positions = jnp.where(real, positions, 0)
 
     def body(queries: jax.Array, place: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        pages_of_rows = page_table[row]
-        first = 0 if window is None else jnp.min(jnp.maximum(place - (window - 1), 0)) // block
-        last = jnp.max(place) // block + 1
+        heads, position, table = queries[0], place[0], page_table[row[0]]
+        first = 0 if window is None else jnp.maximum(position - (window - 1), 0) // block
 
         def meet(j: jax.Array, state: State) -> State:
             where = j * block + jnp.arange(block, dtype=jnp.int32)
-            pages = jnp.take_along_axis(
-                pages_of_rows, jnp.broadcast_to(where // keys_a_page, (ROWS, block)), 1, mode="clip"
-            )
-            slot = where % keys_a_page
-            keys = k_pages.at[pages, :, slot[None]].get(mode="clip")
-            values = v_pages.at[pages, :, slot[None]].get(mode="clip")
-            seen = where[None] <= place[:, None]
+            seen = where <= position
             if window is not None:
-                seen &= where[None] > place[:, None] - window
-            queries_, keys, values, seen = lax.optimization_barrier((queries, keys, values, seen))
-            return update(state, queries_, keys, values, seen, scale)
+                seen &= where > position - window
+            inputs = (heads, read_block(k_pages, table, j, block))
+            inputs += (read_block(v_pages, table, j, block), seen)
+            return update(state, *lax.optimization_barrier(inputs), scale)
 
-        shape = queries.shape[:3]
         start = (
-            jnp.full(shape, -jnp.inf, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros(queries.shape, jnp.float32),
+            jnp.full(heads.shape[:2], -jnp.inf, jnp.float32),
+            jnp.zeros(heads.shape[:2], jnp.float32),
+            jnp.zeros(heads.shape, jnp.float32),
         )
-        top, total, acc = lax.optimization_barrier(lax.fori_loop(first, last, meet, start))
-        return (acc / total[..., None]).astype(q.dtype), top + jnp.log(total)
+        end = position // block + 1
+        top, total, acc = lax.optimization_barrier(lax.fori_loop(first, end, meet, start))
+        return (acc / total[..., None]).astype(q.dtype)[None], (top + jnp.log(total))[None]
 
-    out, lse = for_row_blocks(body, q, positions, page_of, rows=ROWS, num_rows=num_tokens)
+    out, lse = for_row_blocks(body, q, positions, page_row, rows=ROWS, num_rows=num_tokens)
     return out, lse
+
+
+def read_block(pages: jax.Array, table: jax.Array, j: jax.Array, block: int) -> jax.Array:
+    """Tokens j * block .. (j + 1) * block - 1 of a request, from pages [P, Nkv, Tp, Dh]
+    -> [Nkv, block, Dh]."""
+    _, heads, page_size, width = pages.shape
+    if page_size >= block:
+        page, offset = table[j * block // page_size], j * block % page_size
+        return lax.dynamic_slice(pages, (page, 0, offset, 0), (1, heads, block, width))[0]
+    count = block // page_size
+    parts = [lax.dynamic_index_in_dim(pages, table[j * count + i], 0, False) for i in range(count)]
+    return jnp.concatenate(parts, axis=1)
 
 
 def update(
@@ -81,34 +86,27 @@ def update(
 ) -> State:
     """One online-softmax step (arXiv:2205.14135) over a block of keys.
 
-    queries [R, Nkv, G, Dh], keys and values [R, S, Nkv, Dh], seen [R, S]. A row that sees none of
-    the block keeps its state to the bit.
+    queries [Nkv, G, Dh], keys and values [Nkv, S, Dh], seen [S]; at least one key is seen.
     """
     top, total, acc = state
-    mask = seen[:, None, None, :]
+    mask = seen[None, None, :]
     scores = lax.dot_general(
-        queries, keys, (((3,), (3,)), ((0, 1), (0, 2))), preferred_element_type=jnp.float32
+        queries, keys, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
     )
     scores = jnp.where(mask, lax.optimization_barrier(scores) * scale, -jnp.inf)
     new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-    safe_top = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-    weights = jnp.where(mask, jnp.exp(scores - safe_top[..., None]), 0.0)
-    decay = jnp.exp(top - safe_top)
+    weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
+    decay = jnp.exp(top - new_top)
     weights, decay = lax.optimization_barrier((weights, decay))
     # Keys that are not seen may hold anything, NaN too, and 0 x NaN is not 0.
-    clean = jnp.where(seen[:, :, None, None], values, jnp.zeros((), values.dtype))
+    clean = jnp.where(seen[None, :, None], values, jnp.zeros((), values.dtype))
     mixed = lax.dot_general(
         weights.astype(values.dtype),
         clean,
-        (((3,), (1,)), ((0, 1), (0, 2))),
+        (((2,), (1,)), ((0,), (0,))),
         preferred_element_type=jnp.float32,
     )
     mixed = lax.optimization_barrier(mixed)
     sums = lax.optimization_barrier(jnp.sum(weights, axis=-1))
     old_total, old_acc = lax.optimization_barrier((total * decay, acc * decay[..., None]))
-    any_seen = jnp.any(seen, axis=-1)[:, None, None]
-    return (
-        jnp.where(any_seen, new_top, top),
-        jnp.where(any_seen, old_total + sums, total),
-        jnp.where(any_seen[..., None], old_acc + mixed, acc),
-    )
+    return new_top, old_total + sums, old_acc + mixed
