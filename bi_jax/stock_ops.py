@@ -1,0 +1,136 @@
+"""The same ops in plain jnp, as fast as XLA makes them: the control, and the peer in benchmarks.
+
+Nothing here keeps the contract: a row's bits follow the number of rows. Tests use it to show that
+their fixtures could have failed, benchmarks to say what the contract costs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from bi_jax.models.ops import TransformerOps
+from bi_jax.pallas_kernels.attention import write_pages
+
+from .kv_cache import LayerPages
+
+WIDE = 32  # rows from which weights are better the right operand
+
+
+def stock_ops() -> TransformerOps:
+    """The ops record in plain jnp. Invariance: none."""
+    return TransformerOps(
+        matmul=_matmul,
+        swiglu_matmul=_swiglu_matmul,
+        rms_norm=_rms_norm,
+        add_rms_norm=_add_rms_norm,
+        rope=_rope,
+        attend=_attend,
+        reduce=lambda x: x,
+        description=(("all", "stock jnp: not batch-invariant"),),
+    )
+
+
+def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    dims = (((1,), (1,)), ((), ()))
+    if 1 < x.shape[0] < WIDE:
+        return lax.dot_general(w, x, dims, preferred_element_type=jnp.float32).T
+    return lax.dot_general(x, w, dims, preferred_element_type=jnp.float32)
+
+
+def _matmul(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    num_rows: jax.Array | None = None,
+    out_dtype: str | None = None,
+) -> jax.Array:
+    acc = _dot(x, w)
+    if bias is not None:
+        acc = acc + bias.astype(jnp.float32)[None]
+    return acc.astype(out_dtype or x.dtype)
+
+
+def _swiglu_matmul(
+    x: jax.Array, gate_up: jax.Array, *, num_rows: jax.Array | None = None
+) -> jax.Array:
+    acc = _dot(x, gate_up.reshape(-1, gate_up.shape[2]))
+    gate, up = jnp.split(acc, 2, axis=1)
+    return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+
+def _normed(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (wide * lax.rsqrt(mean + eps) * scale).astype(x.dtype)
+
+
+def _rms_norm(
+    x: jax.Array, scale: jax.Array, *, eps: float, num_rows: jax.Array | None = None
+) -> jax.Array:
+    return _normed(x, scale, eps)
+
+
+def _add_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    num_rows: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    total = x + residual
+    return _normed(total, scale, eps), total
+
+
+def _rope(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    q_scale: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    eps: float = 1e-6,
+    num_rows: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1]
+    if q_scale is not None and k_scale is not None:
+        q, k = _normed(q, q_scale, eps), _normed(k, k_scale, eps)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+
+    def turn(heads: jax.Array) -> jax.Array:
+        low, high = jnp.split(heads.astype(jnp.float32), 2, axis=-1)
+        turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+        return turned.astype(qkv.dtype)
+
+    return turn(q), turn(k)[:, :, 0], v
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: LayerPages,
+    batch: Any,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[jax.Array, LayerPages]:
+    pages = LayerPages(*write_pages(cache.k, cache.v, k, v, batch))
+    rows = batch.page_table.at[batch.request].get(mode="clip")
+    keys, values = pages.k[rows], pages.v[rows]  # [T, Mp, Nkv, Tp, Dh]
+    scores = jnp.einsum("tngd,tpnsd->tngps", q, keys, preferred_element_type=jnp.float32) * scale
+    shape = scores.shape
+    place = jnp.arange(shape[3] * shape[4], dtype=jnp.int32)[None]
+    seen = place <= batch.positions[:, None]
+    if window is not None:
+        seen &= place > batch.positions[:, None] - window
+    flat = jnp.where(seen[:, None, None], scores.reshape(*shape[:3], -1), -jnp.inf)
+    weights = jax.nn.softmax(flat, axis=-1).astype(v.dtype).reshape(shape)
+    values = jnp.where(seen.reshape(-1, shape[3], 1, shape[4], 1), values, jnp.zeros((), v.dtype))
+    return jnp.einsum("tngps,tpnsd->tngd", weights, values).astype(q.dtype), pages
