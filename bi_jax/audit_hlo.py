@@ -34,23 +34,19 @@ _APPLYING = (
     *("reduce", "reduce-window", "scatter", "select-and-scatter", "sort"),
     *("all-reduce", "all-reduce-start", "reduce-scatter"),
 )
+_CALLING = frozenset((*_APPLYING, *rules.CONTROL_HLO, "async-start", "custom-call"))
 _COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "collective-broadcast")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of the program: its computation, opcode, result and the rest of the line."""
+    """One line of the program: its computation, opcode, result, recorded name and the line."""
 
     computation: str
     opcode: str
     shape: str
+    name: str  # the path of scopes that JAX recorded; empty for what the compiler made itself
     line: str
-
-    @property
-    def name(self) -> str:
-        """The path of scopes that JAX recorded; empty for what the compiler made itself."""
-        match = _NAME.search(self.line)
-        return match.group(1) if match else ""
 
     @property
     def called(self) -> list[str]:
@@ -89,8 +85,9 @@ class HloAudit:
         """Computations that are called from our ops only."""
         callers: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
-            for called in instruction.called:
-                callers.setdefault(called, []).append(instruction)
+            if instruction.opcode in _CALLING:
+                for called in instruction.called:
+                    callers.setdefault(called, []).append(instruction)
         owned: dict[str, bool] = dict.fromkeys(self._entries, False)
 
         def is_owned(computation: str) -> bool:
@@ -189,8 +186,9 @@ def _parse(text: str) -> tuple[list[Instruction], list[str]]:
         match = _INSTRUCTION.match(line)
         if match and computation:
             _, shape, opcode = match.groups()
+            name = _NAME.search(line)
             instructions.append(
-                Instruction(computation=computation, opcode=opcode, shape=shape, line=line)
+                Instruction(computation, opcode, shape, name.group(1) if name else "", line)
             )
     return instructions, entries
 

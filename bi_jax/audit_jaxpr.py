@@ -34,22 +34,18 @@ class JaxprAudit:
         self.exact: Counter[str] = Counter()
         self.allowed: Counter[str] = Counter()
         self.integer = 0
-        self._where = ""
+        self._path: list[Any] = []
         self.findings: list[Finding] = []
 
-    def visit(self, jaxpr: Any, where: str = "") -> None:
-        """Classifies every equation of a jaxpr, those of inner programs included.
-
-        Args:
-          jaxpr: the program.
-          where: source line for equations that have none, as inside library functions.
-        """
+    def visit(self, jaxpr: Any) -> None:
+        """Classifies every equation of a jaxpr, those of inner programs included."""
         made_by = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
         for eqn in jaxpr.eqns:
-            self._where = source_line(eqn) or where or "a line that JAX did not record"
-            self._equation(eqn, made_by, self._where)
+            self._path.append(eqn)
+            self._equation(eqn, made_by)
+            self._path.pop()
 
-    def _equation(self, eqn: Any, made_by: Mapping[Any, Any], where: str) -> None:
+    def _equation(self, eqn: Any, made_by: Mapping[Any, Any]) -> None:
         name = eqn.primitive.name
         if is_marked(eqn.primitive):
             self._marked(eqn)
@@ -57,11 +53,11 @@ class JaxprAudit:
             self._refuse(eqn, rules.FOREIGN_PRIMITIVES[name])
         elif name in rules.CONTROL_PRIMITIVES:
             for inner in programs_in(eqn):
-                self.visit(inner, where)
+                self.visit(inner)
         elif not _touches_floats(eqn):
             self.integer += 1
             for inner in programs_in(eqn):
-                self.visit(inner, where)
+                self.visit(inner)
         elif name in rules.KEY_PRIMITIVES:
             self.integer += 1
         elif name in self.allow:
@@ -102,13 +98,18 @@ class JaxprAudit:
         else:
             self.exact["convert_element_type"] += 1
 
+    def _where(self) -> str:
+        """The line of the equation, or of the call around it, as for what library code does."""
+        lines = (source_line(eqn) for eqn in reversed(self._path))
+        return next(filter(None, lines), "a line that JAX did not record")
+
     def _refuse(self, eqn: Any, kind: str, detail: str = "") -> None:
         self.findings.append(
             Finding(
                 kind=kind,
                 operation=eqn.primitive.name,
                 shape=", ".join(_shape(v.aval) for v in eqn.outvars) or "nothing",
-                where=self._where,
+                where=self._where(),
                 level="jaxpr",
                 detail=detail,
             )

@@ -22,6 +22,8 @@ class EngineConfig:
         in full.
       max_num_requests: (schedule) requests that may be running or waiting at once; more are
         refused. None: no limit.
+      audit: (no schedule, but it cannot change a bit either) audit each compiled step before it
+        runs, which takes a second or two a step program; the identity says whether it was done.
     """
 
     max_num_seqs: int = 16
@@ -33,6 +35,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     max_num_requests: int | None = None
+    audit: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "cache_bytes"):
@@ -40,8 +43,9 @@ class EngineConfig:
         for name in ("num_pages", "max_model_len", "max_num_requests"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
-        if not isinstance(self.prefix_caching, bool):
-            raise ValueError(f"prefix_caching={self.prefix_caching!r} must be True or False")
+        for name in ("prefix_caching", "audit"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         buckets = self.token_buckets
         if buckets is not None:
             for bucket in buckets:

@@ -91,6 +91,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.backend = pick_backend(jax.default_backend())
         self.ops = ops or transformer_ops(model.config, backend=self.backend)
+        # Other ops keep no promise, so there is nothing to hold them to.
+        self.audited = self.config.audit and ops is None
         self.max_model_len = self.config.max_model_len or model.config.max_position
         if self.max_model_len > model.config.max_position:
             raise ValueError(
@@ -119,6 +121,7 @@ class Engine:
                 max_model_len=self.max_model_len,
             ),
             backend=self.backend,
+            audited=self.audited,
         )
         self.weights_version = 0
         # Hashing the weights takes seconds and needs nobody to wait for it.
@@ -379,7 +382,9 @@ class Engine:
         """Everything that fixes the bits of this engine's completions."""
         weights = self._weights_digest.result()
         if self._identity is None:
-            self._identity = identity_of(self.model_config, self.ops.description)
+            self._identity = identity_of(
+                self.model_config, self.ops.description, audited=self.audited
+            )
         if self._identity.weights != weights:
             self._identity = self._identity.with_weights(weights)
         return self._identity

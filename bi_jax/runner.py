@@ -17,6 +17,7 @@ from bi_jax.models.transformer import Transformer
 from bi_jax.pallas_kernels.ragged import RaggedBatch
 
 from . import flags
+from .audited import AuditedJit
 from .batch import LogitRow, TokenArrays, bucket_for, token_arrays
 from .kv_cache import make_cache
 from .request import SamplingParams
@@ -95,7 +96,13 @@ class Runner:
     """
 
     def __init__(
-        self, model: Transformer, ops: TransformerOps, config: RunnerConfig, *, backend: str
+        self,
+        model: Transformer,
+        ops: TransformerOps,
+        config: RunnerConfig,
+        *,
+        backend: str,
+        audited: bool = True,
     ) -> None:
         self.config = config
         self.model_config = model.config
@@ -105,8 +112,9 @@ class Runner:
         self._state = compute_state(state, model.config.dtype)
         self.reset_cache()
         options = flags.compiler_options(jax.default_backend())
-        self._step = jax.jit(
+        self.step_program = AuditedJit(
             self._step_function,
+            audited=audited,
             static_argnames=("top", "filters"),
             donate_argnames=("cache",),
             compiler_options=options,
@@ -141,7 +149,8 @@ class Runner:
         step = self.step_arguments(plan, rows)
         self.buckets_used.add(step.program[0])
         started = time.perf_counter()
-        self._cache, choice = self._step(
+        self._cache, choice = self.step_program(
+            step.program,
             self._state,
             self._cache,
             step.tokens.tokens,

@@ -1,0 +1,51 @@
+"""A jitted function whose every compiled program is audited before it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+
+from .audit import AuditReport, audit_compiled
+
+
+class AuditedJit:
+    """Compiles a function once a key, audits what was compiled, and runs exactly that.
+
+    Args:
+      fn: as for `jax.jit`.
+      audited: whether to audit; without it programs are compiled and run in the same way.
+      static_argnames, jit: as for `jax.jit`.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], *, audited: bool, static_argnames: Sequence[str], **jit: Any
+    ) -> None:
+        self.audited = audited
+        self._static = frozenset(static_argnames)
+        self._jitted = jax.jit(fn, static_argnames=tuple(static_argnames), **jit)
+        self._programs: dict[Hashable, Any] = {}
+        self.reports: dict[Hashable, AuditReport] = {}
+        self.audit_seconds = 0.0
+
+    def __call__(self, key: Hashable, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program of `key`, which stands for the arguments' shapes and static values.
+
+        Raises:
+          AuditError: the program computes floats outside our ops; it has not run.
+        """
+        if key not in self._programs:
+            self._programs[key] = self._compile(key, *args, **kwargs)
+        dynamic = {name: value for name, value in kwargs.items() if name not in self._static}
+        return self._programs[key](*args, **dynamic)
+
+    def _compile(self, key: Hashable, *args: Any, **kwargs: Any) -> Any:
+        traced = self._jitted.trace(*args, **kwargs)
+        compiled = traced.lower().compile()
+        if self.audited:
+            started = time.perf_counter()
+            self.reports[key] = audit_compiled(traced, compiled)
+            self.audit_seconds += time.perf_counter() - started
+        return compiled
