@@ -19,9 +19,7 @@ from bi_jax.pallas_kernels.float_order import LOWEST
 from bi_jax.pallas_kernels.log_softmax import target_logprobs
 from bi_jax.pallas_kernels.sampling import choose_token, find_cut, fold_in, top_tokens
 
-from .sampling_params import SEED_BITS, SamplingParams
-
-_SMALLEST, _LARGEST = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
+from .sampling_params import SEED_BITS, SamplingParams, inverse_temperature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +117,7 @@ def row_sampling(params: SamplingParams, *, sample_index: int) -> RowSampling:
     """
     if params.seed is None:
         raise ValueError("seed=None must be assigned before sampling; see SamplingParams.with_seed")
-    inverse = 0.0 if params.greedy else _inverse(params.temperature)
+    inverse = 0.0 if params.greedy else inverse_temperature(params.temperature)
     fraction = round(params.top_p * 2**32)
     raw = params.greedy or params.logprobs_mode == "raw"
     on = not params.greedy
@@ -281,11 +279,6 @@ def _score(
 def _everything(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows, vocab = logits.shape
     return jnp.full((rows,), LOWEST, jnp.int32), jnp.full((rows,), vocab, jnp.int32)
-
-
-def _inverse(temperature: float) -> float:
-    """1 / temperature as a normal float32: an extreme one must be neither 0 nor infinite."""
-    return float(np.float32(min(max(1.0 / temperature, _SMALLEST), _LARGEST)))
 
 
 _PADDING = RowSampling(

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 LogprobsMode = Literal["raw", "scaled", "processed"]
 
 DEFAULT_MAX_TOKENS = 1024
@@ -103,6 +105,12 @@ class SamplingParams:
         if self.seed is not None:
             return self
         return replace(self, seed=secrets.randbits(SEED_BITS) if seed is None else seed)
+
+
+def inverse_temperature(temperature: float) -> float:
+    """1 / temperature as a normal float32: an extreme one must be neither 0 nor infinite."""
+    limits = np.finfo(np.float32)
+    return float(np.float32(min(max(1.0 / temperature, float(limits.tiny)), float(limits.max))))
 
 
 def _whole(

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32
 from .. import contracts
 from ..primitive import REFERENCE, define_op
 from .reference import (
+    clip_factor_reference,
     merge_reference,
     nonnegative_zero_reference,
     scale_reference,
@@ -34,6 +35,11 @@ _bind_zero = define_op(
 )
 _bind_scale = define_op(
     "scale_gradient", out_avals=_like_first, implementations={REFERENCE: scale_reference}
+)
+_bind_clip = define_op(
+    "clip_factor",
+    out_avals=lambda a, b: _scalar() * 2,
+    implementations={REFERENCE: clip_factor_reference},
 )
 _bind_squares = define_op(
     "sum_of_squares", out_avals=_scalar, implementations={REFERENCE: sum_of_squares_reference}
@@ -105,3 +111,23 @@ def sum_of_squares(a: Float[Array, "*S"]) -> Float32[Array, ""]:
     """
     contracts.check_float("sum_of_squares", "a", a)
     return _bind_squares(a, backend=REFERENCE)[0]
+
+
+def clip_factor(
+    squares: Float32[Array, ""], max_norm: Float32[Array, ""]
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """norm = sqrt(squares), and what to scale by so that it is at most max_norm: at most 1.
+
+    Args:
+      squares: float32 [], a sum of squares.
+      max_norm: float32 [].
+
+    Raises:
+      ValueError: dtypes do not fit.
+
+    Invariance: of the two numbers alone.
+    """
+    contracts.check_dtype("clip_factor", "squares", squares, jnp.float32)
+    contracts.check_dtype("clip_factor", "max_norm", max_norm, jnp.float32)
+    norm, factor = _bind_clip(squares, max_norm, backend=REFERENCE)
+    return norm, factor

@@ -40,3 +40,9 @@ def sum_of_squares_reference(a: jax.Array) -> tuple[jax.Array]:
         half = total.shape[0] // 2
         total = lax.optimization_barrier(total[:half] + total[half:])
     return (total[0],)
+
+
+def clip_factor_reference(squares: jax.Array, max_norm: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """sqrt(squares), and max_norm / norm where the norm is larger, else 1."""
+    norm = lax.optimization_barrier(jnp.sqrt(lax.optimization_barrier(squares)))
+    return norm, jnp.where(norm > max_norm, max_norm / norm, 1.0)

@@ -1,0 +1,229 @@
+"""Log-probabilities of given tokens for a trainer: the sampler's forward pass, differentiable."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float32, Int32
+
+from bi_jax.models.config import TransformerConfig
+from bi_jax.models.ops import TransformerOps
+from bi_jax.models.transformer import Transformer
+from bi_jax.pallas_kernels import contracts
+from bi_jax.pallas_kernels.float_order import LOWEST
+from bi_jax.pallas_kernels.log_softmax import target_logprobs
+
+from .gradient_sum import sum_over
+from .kv_cache import make_cache
+from .ops import pick_backend, transformer_ops
+from .sampling_params import inverse_temperature
+from .token_layout import PAGE_SIZE, TokenLayout, lay_out, pages_for
+
+HEAD_ROWS = 512  # rows whose logits exist at a time in the forward pass; schedule
+
+
+def token_logprobs(
+    model: Transformer,
+    tokens: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"] | None = None,
+    segment_ids: Int32[Array, "B T"] | None = None,
+    temperature: float = 1.0,
+    mode: str = "raw",
+    ops: TransformerOps | None = None,
+    *,
+    max_segments: int = 1,
+) -> Float32[Array, "B T"]:
+    """log p(tokens[b, t] | what precedes it in its sequence), as the engine reports it.
+
+    For your own jitted train step: works under jit, grad, value_and_grad and jax.checkpoint, with
+    parameters in float32 and the model's compute dtype, through the cast that
+    `Engine.update_weights` uses.
+
+    Args:
+      model: the transformer.
+      tokens: int32 [B, T]; padding, on whichever side or in the middle, may hold any id.
+      positions: int32 [B, T] or None. Only its zeros count: a sequence starts at each. Positions
+        themselves are counted from the start of the sequence.
+      segment_ids: int32 [B, T] or None. 0 is padding, so a 0/1 mask will do; where a row holds
+        several sequences, each has its id. None: every token is real.
+      temperature: a number; divides the logits in mode "scaled". 0 is greedy: raw there.
+      mode: "raw" (the model's) or "scaled" (after temperature).
+      ops: what to compute with; None: what an engine on this platform takes.
+      max_segments: sequences that a row may hold, static. A row with more gives NaN, as does one
+        with a sequence longer than the model's context.
+
+    Returns:
+      float32 [B, T]. The first token of a sequence and padding have 0.0 and no gradient.
+
+    Raises:
+      ValueError: shapes, dtypes, temperature or mode do not fit.
+      NotImplementedError: mode "processed", whose cut has no derivative.
+
+    Invariance: logp[b, t] depends on the parameters, on its sequence's tokens up to t, mode,
+    temperature and the ops' topology: not on B, T, padding, packing, remat or the program around
+    it; it is what the engine emitted for that token. The gradient is a sum over rows by the tree
+    of `gradient_sum`, and within a row over its tokens in ascending blocks. Each row's gradient of
+    a weight is rounded once to the compute dtype, then everything is added in the parameters'.
+    """
+    _check(tokens, positions, segment_ids)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    call = _Call(
+        graph=graph,
+        config=model.config,
+        ops=ops or default_ops(model.config),
+        inv_temperature=_inverse(temperature, mode),
+        max_segments=max_segments,
+    )
+    return _logprobs(call, params, rest, _Rows(tokens, positions, segment_ids))
+
+
+@functools.cache
+def default_ops(config: TransformerConfig) -> TransformerOps:
+    """The ops record that an engine on this platform takes, one object a config."""
+    return transformer_ops(config, backend=pick_backend(jax.default_backend()))
+
+
+class _Rows(NamedTuple):
+    """[B, T] each, or None; see `token_logprobs`."""
+
+    tokens: jax.Array
+    positions: jax.Array | None
+    segment_ids: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What is static about a call."""
+
+    graph: Any
+    config: TransformerConfig
+    ops: TransformerOps
+    inv_temperature: float
+    max_segments: int
+
+    def lay_out(self, rows: _Rows) -> TokenLayout:
+        return lay_out(*rows, max_segments=self.max_segments, max_position=self.config.max_position)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logprobs(call: _Call, params: nnx.State, rest: nnx.State, rows: _Rows) -> jax.Array:
+    @jax.custom_vjp
+    def run(params: nnx.State, rest: nnx.State, rows: _Rows) -> jax.Array:
+        return _forward(call, params, rest, rows)
+
+    def forward(params: nnx.State, rest: nnx.State, rows: _Rows) -> tuple[jax.Array, Any]:
+        return _forward(call, params, rest, rows), (params, rest, rows)
+
+    def backward(saved: Any, cotangent: jax.Array) -> tuple[nnx.State, None, None]:
+        params, rest, rows = saved
+
+        def one_row(row: tuple[_Rows, jax.Array]) -> nnx.State:
+            row = jax.tree.map(lambda a: a[None], row)
+            return _row_gradient(call, params, rest, *row)
+
+        return sum_over(one_row, (rows, cotangent)), None, None
+
+    run.defvjp(forward, backward)
+    return run(params, rest, rows)
+
+
+def _forward(call: _Call, params: nnx.State, rest: nnx.State, rows: _Rows) -> jax.Array:
+    """All rows in one flat batch; float32 [B, T]."""
+    layout = call.lay_out(rows)
+    flat = _flat_logprobs(call, params, rest, layout, rows.tokens.shape, head_rows=HEAD_ROWS)
+    out = jnp.zeros_like(flat)
+    out = out.at[layout.target_place].set(flat, mode="drop", unique_indices=True)
+    return jnp.where(layout.bad_row[:, None], jnp.nan, out.reshape(rows.tokens.shape))
+
+
+def _row_gradient(
+    call: _Call, params: nnx.State, rest: nnx.State, row: _Rows, cotangent: jax.Array
+) -> nnx.State:
+    """The parameters' gradient of one row [1, T], its forward pass made again.
+
+    The row stands alone here and in company there: invariance is what makes both the same numbers.
+    """
+    layout = call.lay_out(row)
+    flat = cotangent.reshape(-1).at[layout.target_place].get(mode="fill", fill_value=0)
+
+    def logprobs(params: nnx.State) -> jax.Array:
+        return _flat_logprobs(call, params, rest, layout, row.tokens.shape, head_rows=None)
+
+    _, pull = jax.vjp(logprobs, params)
+    (gradient,) = pull(flat)
+    return gradient
+
+
+def _flat_logprobs(
+    call: _Call,
+    params: nnx.State,
+    rest: nnx.State,
+    layout: TokenLayout,
+    shape: tuple[int, int],
+    *,
+    head_rows: int | None,
+) -> jax.Array:
+    """float32 [N]: row i scores `layout.target[i]`; rows without a target hold anything."""
+    model = nnx.merge(call.graph, params, rest)
+    pages = pages_for(*shape, call.max_segments)
+    cache = make_cache(call.config, num_pages=pages, page_size=PAGE_SIZE)
+    hidden, _ = model(layout.tokens, layout.batch, cache, call.ops)
+    count, num_tokens = hidden.shape[0], layout.batch.num_tokens
+
+    def score(hidden: jax.Array, target: jax.Array, num_rows: jax.Array) -> jax.Array:
+        logits = model.logits(hidden, call.ops, num_rows=num_rows)
+        rows, vocab = logits.shape
+        logprobs, _ = target_logprobs(
+            logits,
+            target[:, None],
+            jnp.full((rows,), call.inv_temperature, jnp.float32),
+            jnp.full((rows,), LOWEST, jnp.int32),
+            jnp.full((rows,), vocab, jnp.int32),
+            backend=pick_backend(jax.default_backend()),
+            num_rows=num_rows,
+        )
+        return logprobs[:, 0]
+
+    if head_rows is None or count <= head_rows:
+        return score(hidden, layout.target, num_tokens)
+    chunks = -(-count // head_rows)
+    extra = chunks * head_rows - count
+    hidden = jnp.pad(hidden, ((0, extra), (0, 0))).reshape(chunks, head_rows, -1)
+    target = jnp.pad(layout.target, (0, extra)).reshape(chunks, head_rows)
+    left = num_tokens - jnp.arange(chunks, dtype=jnp.int32) * head_rows
+    parts = lax.map(lambda x: score(*x), (hidden, target, jnp.clip(left, 0, head_rows)))
+    return parts.reshape(-1)[:count]
+
+
+def _inverse(temperature: float, mode: str) -> float:
+    if mode == "processed":
+        raise NotImplementedError(
+            "token_logprobs: mode 'processed' is not supported, since the kept set has no "
+            "derivative; expected 'raw' or 'scaled'"
+        )
+    if mode not in ("raw", "scaled"):
+        raise ValueError(f"token_logprobs: mode={mode!r} must be 'raw' or 'scaled'")
+    if isinstance(temperature, jax.Array) or not 0 <= temperature < float("inf"):
+        raise ValueError(
+            f"token_logprobs: temperature={temperature} must be a number of Python, 0 or above: "
+            "its reciprocal is rounded on the host, as the sampler's is"
+        )
+    if mode == "raw" or temperature == 0:
+        return 1.0
+    return inverse_temperature(temperature)
+
+
+def _check(tokens: Any, positions: Any, segment_ids: Any) -> None:
+    op = "token_logprobs"
+    contracts.check_shape(op, "tokens", tokens, (None, None))
+    arrays = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
+    for name, array in arrays.items():
+        if array is not None:
+            contracts.check_dtype(op, name, array, jnp.int32)
+            contracts.check_shape(op, name, array, tokens.shape)
+    if 0 in tokens.shape:
+        raise ValueError(f"{op}: tokens must hold at least one token, got shape {tokens.shape}")
