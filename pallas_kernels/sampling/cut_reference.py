@@ -75,13 +75,14 @@ def _search(
     if short_list == 0:
         return search()
     values, listed = lax.top_k(from_order_key(order_key(row)), short_list)
-    running = wide.cumulative_sum(wide.from_limbs(*(a.reshape(-1)[listed] for a in limbs)))
-    last = jnp.minimum(most, short_list) - 1
-    everything = total(block_sums(limbs))
+    digits = wide.to_digits(*(a.reshape(-1)[listed] for a in limbs))
+    counted = jnp.where((lax.iota(jnp.int32, short_list) < most)[None], digits, jnp.uint32(0))
+    everything, listed_only = total(block_sums(limbs)), total(counted)
     whole = (
-        jnp.where(most == vocab, everything[0], running[0][last]),
-        jnp.where(most == vocab, everything[1], running[1][last]),
+        jnp.where(most == vocab, everything[0], listed_only[0]),
+        jnp.where(most == vocab, everything[1], listed_only[1]),
     )
+    running = wide.from_digits(jnp.cumsum(digits, axis=1, dtype=jnp.uint32))
     reached = wide.less_equal(wide.multiply_fraction_up(whole, top_p), running)
     place = jnp.where(top_p > 0, jnp.sum(~reached, dtype=jnp.int32), most - 1)
     known = ((most <= short_list) | (most == vocab)) & (place < short_list)

@@ -31,14 +31,16 @@ def choose_token_reference(
         token, bad = _choose(*(a[0] for a in row), topology=topology)
         return token[None], bad[None]
 
-    rows = (logits, key_words, inv_temperature, cut_key, cut_id)
+    zero = jnp.zeros_like(key_words[:, 0])
+    bits = jnp.stack(threefry2x32(key_words[:, 0], key_words[:, 1], zero, zero), axis=1)
+    rows = (logits, bits, inv_temperature, cut_key, cut_id)
     token, bad = for_row_blocks(body, *rows, rows=ROWS, num_rows=num_rows)
     return token, bad
 
 
 def _choose(
     row: jax.Array,
-    words: jax.Array,
+    bits: jax.Array,
     inv_temperature: jax.Array,
     cut_key: jax.Array,
     cut_id: jax.Array,
@@ -56,10 +58,9 @@ def _choose(
     def drawn() -> jax.Array:
         gap = scaled_gap(blocks, from_order_key(top_key), inv_temperature)
         limbs = weights(gap, is_kept(keys, ids, cut_key, cut_id))
-        zero = jnp.zeros_like(words[0])
-        bits = threefry2x32(words[0], words[1], zero, zero)
         sums = block_sums(limbs)
-        return first_exceeding(limbs, sums, wide.multiply_high(bits, total(sums)))
+        threshold = wide.multiply_high((bits[0], bits[1]), total(sums))
+        return first_exceeding(limbs, sums, lax.optimization_barrier(threshold))
 
     token = lax.cond(inv_temperature > 0, drawn, greedy)
     return jnp.where(bad, 0, token), bad

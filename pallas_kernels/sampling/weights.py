@@ -28,18 +28,17 @@ def only(kept: jax.Array, limbs: Wide) -> Wide:
     return jnp.where(kept, limbs[0], jnp.uint32(0)), jnp.where(kept, limbs[1], jnp.uint32(0))
 
 
-def block_sums(limbs: Wide) -> Wide:
-    """Sums of weights [blocks, strips, LANES] over each block -> [blocks]."""
-    return wide.from_limbs(fold(jnp.add, limbs[0]), fold(jnp.add, limbs[1]))
+def block_sums(limbs: Wide) -> jax.Array:
+    """Sums of weights [blocks, strips, LANES] over each block, as digits [3, blocks]."""
+    return wide.to_digits(fold(jnp.add, limbs[0]), fold(jnp.add, limbs[1]))
 
 
-def total(sums: Wide) -> Wide:
-    """The sum of all block sums."""
-    high, low = wide.cumulative_sum(sums)
-    return high[-1], low[-1]
+def total(digits: jax.Array) -> Wide:
+    """The sum over the last axis of digits [3, n]."""
+    return wide.from_digits(jnp.sum(digits, axis=1, dtype=jnp.uint32))
 
 
-def first_exceeding(limbs: Wide, sums: Wide, threshold: Wide) -> jax.Array:
+def first_exceeding(limbs: Wide, sums: jax.Array, threshold: Wide) -> jax.Array:
     """The first id whose running sum of weights exceeds the threshold, which is below the total.
 
     limbs [blocks, strips, LANES] and their block sums: the walk goes over blocks, then over the
@@ -47,17 +46,19 @@ def first_exceeding(limbs: Wide, sums: Wide, threshold: Wide) -> jax.Array:
     """
     block, rest = _step(sums, threshold)
     high, low = limbs[0][block], limbs[1][block]
-    strips = wide.from_limbs(
-        jnp.sum(high, axis=1, dtype=jnp.uint32), jnp.sum(low, axis=1, dtype=jnp.uint32)
-    )
-    strip, rest = _step(strips, rest)
-    lane, _ = _step(wide.from_limbs(high[strip], low[strip]), rest)
+    strips = (jnp.sum(high, axis=1, dtype=jnp.uint32), jnp.sum(low, axis=1, dtype=jnp.uint32))
+    strip, rest = _step(wide.to_digits(*strips), rest)
+    lane, _ = _step(wide.to_digits(high[strip], low[strip]), rest)
     return (block * limbs[0].shape[1] + strip) * LANES + lane
 
 
-def _step(sums: Wide, threshold: Wide) -> tuple[jax.Array, Wide]:
-    """The first entry whose running sum exceeds the threshold, and what is left inside it."""
-    running = wide.cumulative_sum(sums)
-    index = jnp.sum(wide.less_equal(running, threshold), dtype=jnp.int32)
-    before = wide.subtract((running[0][index], running[1][index]), (sums[0][index], sums[1][index]))
+def _step(digits: jax.Array, threshold: Wide) -> tuple[jax.Array, Wide]:
+    """The first of n entries whose running sum exceeds the threshold, and what is left inside."""
+    place = lax.iota(jnp.int32, digits.shape[1])
+    # All running sums at once, which compiles to less than a scan.
+    upto = (place[:, None] <= place[None, :])[None]
+    running = jnp.sum(jnp.where(upto, digits[:, :, None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
+    passed = wide.less_equal(wide.from_digits(running), threshold)
+    index = jnp.sum(passed, dtype=jnp.int32)
+    before = total(jnp.where((place < index)[None], digits, jnp.uint32(0)))
     return index, wide.subtract(threshold, before)

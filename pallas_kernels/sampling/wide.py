@@ -9,13 +9,25 @@ import jax.numpy as jnp
 Wide = tuple[jax.Array, jax.Array]
 
 LIMB_BITS = 20  # of the low limb of a weight
+_LIMB = 2**LIMB_BITS - 1
 _HALF = 0xFFFF
 
 
-def from_limbs(high_limb: jax.Array, low_limb: jax.Array) -> Wide:
-    """high_limb * 2^20 + low_limb, both any uint32."""
-    low = high_limb << LIMB_BITS
-    return add((high_limb >> (32 - LIMB_BITS), low), (jnp.zeros_like(low), low_limb))
+def to_digits(high_limb: jax.Array, low_limb: jax.Array) -> jax.Array:
+    """high_limb * 2^20 + low_limb, uint32 [...] each below 2^31 -> digits of base 2^20, [3, ...].
+
+    Up to 2^12 of them can be added digit by digit.
+    """
+    high = high_limb + (low_limb >> LIMB_BITS)
+    return jnp.stack([high >> LIMB_BITS, high & _LIMB, low_limb & _LIMB])
+
+
+def from_digits(digits: jax.Array) -> Wide:
+    """The value of (sums of) digits [3, ...], below 2^64."""
+    middle = digits[1] + (digits[2] >> LIMB_BITS)
+    high = digits[0] + (middle >> LIMB_BITS)
+    low = (middle << LIMB_BITS) | (digits[2] & _LIMB)
+    return (high << (2 * LIMB_BITS - 32)) | ((middle & _LIMB) >> (32 - LIMB_BITS)), low
 
 
 def add(a: Wide, b: Wide) -> Wide:
@@ -29,14 +41,6 @@ def subtract(a: Wide, b: Wide) -> Wide:
 
 def less_equal(a: Wide, b: Wide) -> jax.Array:
     return (a[0] < b[0]) | ((a[0] == b[0]) & (a[1] <= b[1]))
-
-
-def cumulative_sum(a: Wide) -> Wide:
-    """Running sums along the only axis, of at most 2^16 values; the sums must stay below 2^64."""
-    digits = jnp.stack([a[0], a[1] >> 16, a[1] & _HALF])
-    high, middle, low = jnp.cumsum(digits, axis=1, dtype=jnp.uint32)
-    middle = middle + (low >> 16)
-    return high + (middle >> 16), (middle << 16) | (low & _HALF)
 
 
 def multiply_32(a: jax.Array, b: jax.Array) -> Wide:

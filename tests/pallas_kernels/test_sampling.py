@@ -373,10 +373,13 @@ def test_wide_integers_are_exact():
     fraction = split(b)[1]
     up = joined(jax.jit(wide.multiply_fraction_up)(x, fraction))
     assert up == [-(-p * (q % 2**32) // 2**32) for p, q in pairs]
-    limbs = joined(jax.jit(wide.from_limbs)(x[1], fraction))
-    assert limbs == [(p % 2**32 << 20) + q % 2**32 for p, q in pairs]
-    small = [p >> 12 for p in numbers[:64]]
-    assert joined(jax.jit(wide.cumulative_sum)(split(small))) == list(itertools.accumulate(small))
+
+    limbs = [p >> 1 for p in x[1].tolist()], [p >> 1 for p in fraction.tolist()]
+    digits = jax.jit(wide.to_digits)(*(np.array(limb, np.uint32) for limb in limbs))
+    whole = [(p << 20) + q for p, q in zip(*limbs, strict=True)]
+    assert joined(jax.jit(wide.from_digits)(digits)) == whole
+    sums = np.cumsum(digits[:, : 2**12], axis=1, dtype=np.uint32)
+    assert joined(wide.from_digits(sums)) == list(itertools.accumulate(whole[: 2**12]))
 
 
 def test_order_keys_follow_the_floats():
