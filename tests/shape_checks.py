@@ -11,6 +11,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
+import jax
+import numpy as np
 from jaxtyping import AbstractArray
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +44,9 @@ def agrees(value: Any, hint: Any) -> bool:
         return True
     parts = typing.get_args(hint)
     if inspect.isclass(hint) and issubclass(hint, AbstractArray):
+        # JAX takes NumPy arrays wherever it takes its own; so do our doors.
+        if isinstance(value, np.ndarray) and hint.array_type is jax.Array:
+            hint = hint.dtype[np.ndarray, hint.dim_str]
         return isinstance(value, hint)
     if typing.get_origin(hint) in (typing.Union, UnionType):
         plain = [part for part in parts if not speaks_of_arrays(part)]

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
@@ -20,6 +21,12 @@ checked = jaxtyping.jaxtyped(double, typechecker=shape_checks.after_the_call)
 def test_a_true_annotation_passes():
     assert checked(jnp.ones((2, 3))).shape == (2, 3)
     assert checked(jnp.ones((1, 3)), jnp.ones(3)).shape == (1, 3)
+
+
+def test_numpy_arrays_are_arrays_and_are_checked_too():
+    assert checked(np.ones((1, 3), np.float32), jnp.ones(3)).shape == (1, 3)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        checked(np.ones((1, 3), np.float32), np.ones(4, np.float32))
 
 
 def test_a_wrong_result_and_a_wrong_argument_fail():
