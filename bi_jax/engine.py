@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +297,35 @@ class Engine:
                 completion.abort()
                 self._release(completion)
         return self._finish(active)
+
+    def rescheduled(
+        self, *, token_buckets: tuple[int, ...] | None = None, **changes: Any
+    ) -> Engine:
+        """An idle engine on the same weights and compiled programs, with a schedule of its own.
+
+        Args:
+          token_buckets: some of this engine's buckets; None: all.
+          changes: fields of SchedulerConfig; at most as many pages as this engine has.
+
+        Raises:
+          ValueError: a bucket or a page count that this engine does not have.
+        """
+        scheduling = replace(self.scheduler.config, **changes)
+        running = self.runner.config
+        if scheduling.num_pages > running.num_pages or scheduling.page_size != running.page_size:
+            raise ValueError(
+                f"expected at most {running.num_pages} pages of {running.page_size} tokens, got "
+                f"{scheduling.num_pages} of {scheduling.page_size}"
+            )
+        if token_buckets is not None and not set(token_buckets) <= set(running.token_buckets):
+            raise ValueError(f"token_buckets={token_buckets} must be among {running.token_buckets}")
+        twin = copy.copy(self)
+        twin.runner = copy.copy(self.runner)
+        twin.runner.config = replace(running, token_buckets=token_buckets or running.token_buckets)
+        twin.runner.buckets_used = set()
+        twin.runner.reset_cache()
+        twin._start_afresh(Scheduler(scheduling))
+        return twin
 
     @property
     def has_unfinished_requests(self) -> bool:
