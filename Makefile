@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
-PYTEST := $(PY) -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 export PYTHON
 
 .PHONY: help setup gpu generate test test-full test-gpu lint format readme-tree lock
