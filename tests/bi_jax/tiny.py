@@ -16,6 +16,7 @@ from bi_jax.models.config import RopeConfig, TransformerConfig
 from bi_jax.models.ops import TransformerOps
 from bi_jax.models.transformer import Transformer, build_transformer, parameter_names
 from bi_jax.scheduler import Scheduler
+from bi_jax.testing import assert_same_bits
 
 VOCAB = 320
 CONTEXT = 512
@@ -37,7 +38,7 @@ CONFIG = TransformerConfig(
     rope=RopeConfig(theta=1e4),
     max_position=CONTEXT,
 )
-# Contexts of up to 4 KV blocks and 16 pages; the three buckets are three programs at most.
+# Contexts of up to 4 KV blocks and 16 pages.
 ENGINE = EngineConfig(
     max_num_seqs=64,
     max_num_batched_tokens=64,
@@ -50,9 +51,10 @@ ENGINE = EngineConfig(
 def parameters(config: TransformerConfig = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
     """Random parameters by name, with which completions hold many distinct tokens.
 
-    Column 0 of the residual stream is the same large number everywhere: no block adds to it. The
-    output projection reads it for the two poisonous tokens only, so that their logits are far below
-    all others.
+    The output projection leans towards a random cycle through all ordinary tokens, or greedy
+    completions of so small a model would soon go round in circles of a few tokens. Column 0 of the
+    residual stream is the same large number everywhere: no block adds to it. The output projection
+    reads it for the two poisonous tokens only, so that their logits are far below all others.
     """
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
@@ -68,11 +70,13 @@ def parameters(config: TransformerConfig = CONFIG, seed: int = 0) -> dict[str, n
         params[f"layers.{layer}.attention.out.weight"][0] = 0.0
         params[f"layers.{layer}.mlp.down.weight"][0] = 0.0
     params["final_norm.scale"][0] = 1.0
-    params["lm_head.weight"] *= 1.5
-    params["lm_head.weight"][:, 0] = 0.0
-    params["lm_head.weight"][[NAN_TOKEN, INF_TOKEN], 0] = -50.0
-    params["embed.embedding"][NAN_TOKEN] = np.nan
-    params["embed.embedding"][INF_TOKEN] = np.inf
+    head, embedding = params["lm_head.weight"], params["embed.embedding"]
+    order = rng.permutation(config.vocab_size - 2)
+    head *= 0.5
+    head[order] += embedding[np.roll(order, 1)] * config.hidden_size**-0.5
+    head[:, 0] = 0.0
+    head[[NAN_TOKEN, INF_TOKEN], 0] = -50.0
+    embedding[NAN_TOKEN], embedding[INF_TOKEN] = np.nan, np.inf
     return params
 
 
@@ -148,6 +152,26 @@ def digest(outputs: Sequence[RequestOutput]) -> str:
 def distinct_tokens(outputs: Sequence[RequestOutput]) -> int:
     """The smallest number of distinct tokens in one completion."""
     return min(len(set(c.token_ids)) for output in outputs for c in output.outputs)
+
+
+def assert_same_completions(
+    got: Sequence[RequestOutput], expected: Sequence[RequestOutput], context: str = ""
+) -> None:
+    """Every completion to the bit; where one side is shorter, its tokens must be a prefix."""
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        for ours, theirs in zip(a.outputs, b.outputs, strict=True):
+            count = min(len(ours.token_ids), len(theirs.token_ids))
+            where = f"{context}: request {index}, completion {ours.index}"
+            assert_same_bits(
+                np.array(ours.token_ids[:count], np.int32),
+                np.array(theirs.token_ids[:count], np.int32),
+                context=f"{where}, tokens",
+            )
+            assert_same_bits(
+                ours.logprobs[:count], theirs.logprobs[:count], context=f"{where}, logprobs"
+            )
+            full = (a.sampling_params, b.sampling_params)
+            assert count == min(p.max_tokens for p in full if p is not None), f"{where} is short"
 
 
 def run_all(
