@@ -119,7 +119,7 @@ def _cut_at(keys: jax.Array, limbs: wide.Wide, need: wide.Wide) -> Cut:
         cut, above = best
         # From the top bit down; flipping bit 31 of LOWEST gives 0.
         raised = cut ^ (jnp.int32(1) << (31 - i))
-        reached = total(block_sums(only(keys >= raised, limbs)))
+        reached = _weight_from(raised, keys, limbs)
         enough = wide.less_equal(need, reached)
         above = (
             jnp.where(enough, above[0], reached[0]),
@@ -133,3 +133,17 @@ def _cut_at(keys: jax.Array, limbs: wide.Wide, need: wide.Wide) -> Cut:
     ties = only(keys == cut, limbs)
     before_last = wide.subtract(wide.subtract(need, above), (jnp.uint32(0), jnp.uint32(1)))
     return cut, first_exceeding(ties, block_sums(ties), before_last)
+
+
+def _weight_from(lowest: jax.Array, keys: jax.Array, limbs: wide.Wide) -> wide.Wide:
+    """The weight of all keys from `lowest` on."""
+
+    def strip(i: int) -> wide.Wide:
+        return only(keys[:, i] >= lowest, (limbs[0][:, i], limbs[1][:, i]))
+
+    # Strip by strip, so that the masked weights need not be written down.
+    high, low = strip(0)
+    for i in range(1, keys.shape[1]):
+        more = strip(i)
+        high, low = high + more[0], low + more[1]
+    return total(block_sums((high[:, None], low[:, None])))
