@@ -46,7 +46,7 @@ class SchedulerConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Sequence:
     """One completion on its way.
 
@@ -72,7 +72,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSequence:
     """Tokens start .. start + count - 1 of a sequence, to be computed in this step."""
 
@@ -211,30 +211,52 @@ class Scheduler:
 
     def _plan_running(self, items: list[PlannedSequence]) -> int:
         budget = self.config.max_num_batched_tokens
+        size = self.config.page_size
         preempted = 0
         for sequence in list(self._running.values()):
             if not budget:
                 break
-            if sequence.seq_id not in self._running:
+            if preempted and sequence.seq_id not in self._running:
                 continue  # preempted for one before it
-            count = min(sequence.num_behind, budget)
-            needed = self._pages_missing(sequence, count)
-            while needed > self.pool.num_free:
-                last = next(reversed(self._running.values()))
-                if last is sequence:
-                    break
-                self._preempt(last)
-                preempted += 1
-            if needed > self.pool.num_free:
-                # It came last itself: it shrinks to the pages that are there, or waits.
-                count = self._tokens_that_fit(sequence, count)
+            # Written out: with hundreds of sequences this loop is the host's work of a step.
+            computed = sequence.num_computed
+            count = min(len(sequence.token_ids) - computed, budget)
+            if computed + count > len(sequence.pages) * size:
+                count, sent_back = self._make_room(sequence, count)
+                preempted += sent_back
                 if count == 0:
-                    self._preempt(sequence)
-                    preempted += 1
                     continue
-            items.append(self._take(sequence, count))
+            items.append(
+                PlannedSequence(
+                    sequence=sequence, start=computed, count=count, pages=tuple(sequence.pages)
+                )
+            )
             budget -= count
         return preempted
+
+    def _make_room(self, sequence: Sequence, count: int) -> tuple[int, int]:
+        """Takes pages for a running sequence's next tokens, from those who came last if need be.
+
+        Returns:
+          How many of the tokens there is room for; how many sequences were sent back to wait, this
+          one among them when there is room for none.
+        """
+        needed = self._pages_missing(sequence, count)
+        preempted = 0
+        while needed > self.pool.num_free:
+            last = next(reversed(self._running.values()))
+            if last is sequence:
+                break
+            self._preempt(last)
+            preempted += 1
+        if needed > self.pool.num_free:
+            # It came last itself: it shrinks to the pages that are there, or waits.
+            count = self._tokens_that_fit(sequence, count)
+            if count == 0:
+                self._preempt(sequence)
+                return 0, preempted + 1
+        sequence.pages += self.pool.take(self._pages_missing(sequence, count))
+        return count, preempted
 
     def _plan_waiting(self, items: list[PlannedSequence]) -> int:
         """Admits sequences to the step; returns the tokens that they need not compute."""
@@ -261,7 +283,12 @@ class Scheduler:
             sequence.pages, sequence.num_computed = hits, start
             del self._waiting[sequence.seq_id]
             self._running[sequence.seq_id] = sequence
-            items.append(self._take(sequence, count))
+            sequence.pages += self.pool.take(self._pages_missing(sequence, count))
+            items.append(
+                PlannedSequence(
+                    sequence=sequence, start=start, count=count, pages=tuple(sequence.pages)
+                )
+            )
             promised += self._pages_missing(sequence, sequence.num_behind + 1)
             coming |= self._pages_coming_of(sequence)
             budget -= count
@@ -299,15 +326,6 @@ class Scheduler:
             return set()
         self.cache.extend_keys(sequence.page_keys, sequence.token_ids)
         return set(sequence.page_keys[sequence.num_computed // self.config.page_size :])
-
-    def _take(self, sequence: Sequence, count: int) -> PlannedSequence:
-        sequence.pages += self.pool.take(self._pages_missing(sequence, count))
-        return PlannedSequence(
-            sequence=sequence,
-            start=sequence.num_computed,
-            count=count,
-            pages=tuple(sequence.pages),
-        )
 
     def _preempt(self, sequence: Sequence) -> None:
         del self._running[sequence.seq_id]

@@ -1,6 +1,5 @@
 """A tiny random model and engines on it: little to compile, yet several pages and KV blocks."""
 
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -15,7 +14,6 @@ from bi_jax.engine import Engine
 from bi_jax.models.config import RopeConfig, TransformerConfig
 from bi_jax.models.ops import TransformerOps
 from bi_jax.models.transformer import Transformer, build_transformer, parameter_names
-from bi_jax.scheduler import Scheduler
 from bi_jax.testing import assert_same_bits
 
 VOCAB = 320
@@ -96,26 +94,9 @@ def shared_engine() -> Engine:
     return new_engine()
 
 
-def rescheduled(
-    engine: Engine | None = None, *, token_buckets: tuple[int, ...] | None = None, **changes: Any
-) -> Engine:
-    """An idle engine that shares another one's compiled programs, with a schedule of its own.
-
-    Args:
-      engine: the one to share with; None: the process's.
-      token_buckets: some of its buckets.
-      changes: fields of SchedulerConfig; at most as many pages as it has.
-    """
-    source = engine or shared_engine()
-    twin = copy.copy(source)
-    twin.runner = copy.copy(source.runner)
-    if token_buckets is not None:
-        config = dataclasses.replace(twin.runner.config, token_buckets=token_buckets)
-        twin.runner.config = config
-    twin.runner.reset_cache()
-    twin.runner.buckets_used = set()
-    twin._start_afresh(Scheduler(dataclasses.replace(source.scheduler.config, **changes)))
-    return twin
+def rescheduled(engine: Engine | None = None, **changes: Any) -> Engine:
+    """An idle engine on the programs of another one (None: the shared one), rescheduled."""
+    return (engine or shared_engine()).rescheduled(**changes)
 
 
 def prompts_of(lengths: Iterable[int], seed: int = 0) -> list[list[int]]:
