@@ -7,8 +7,9 @@ Two steps, so that a machine without a GPU does the tracing:
 
 Device time: the durations of the kernels of a program, from the profiler; medians over launches.
 Every launch of a program has weights and rows of its own, several times the L2 cache together, and
-equal launches cannot be merged. Ours runs in its row bucket (the next multiple of 8), as in the
-engine; the peer, XLA's dot through autotuned cuBLAS, at the exact number of rows.
+equal launches cannot be merged. Ours runs in a row bucket, as in an engine (8 to 256
+by powers of two, then multiples of 8); the peer, XLA's dot through autotuned cuBLAS, at the exact
+number of rows.
 """
 
 import argparse
@@ -53,7 +54,8 @@ PROOF = (200, 1024, 2048)  # rows, N, K of the proof of equal bits
 
 
 def bucket(rows: int) -> int:
-    return -(-rows // 8) * 8
+    """Rows of the batch that carries `rows`: powers of two from 8 to 256, then multiples of 8."""
+    return -(-rows // 8) * 8 if rows > 256 else max(8, 1 << (rows - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,11 +167,11 @@ def proof_programs(programs) -> list[Program]:
 
 def _with_room(schedule, parts: int):
     """With as many stages as fit: float32 results need more shared memory than rounded ones."""
-    from bi_jax.pallas_kernels.matmul import kernel_hopper
+    from bi_jax.pallas_kernels.matmul import layout_hopper
     from bi_jax.pallas_kernels.matmul.schedule import SMEM_BYTES
 
     m, n, k = PROOF
-    while kernel_hopper.shared_memory_of(schedule, (m, n, k), parts, "float32") > SMEM_BYTES:
+    while layout_hopper.shared_memory_of(schedule, (m, n, k), parts, "float32") > SMEM_BYTES:
         schedule = dataclasses.replace(schedule, stages=schedule.stages - 1)
     return schedule
 
@@ -236,7 +238,9 @@ def operands(program: Program) -> list:
 def compile_program(path: pathlib.Path, program: Program, peer_options: dict):
     exported = export.deserialize(bytearray(path.read_bytes()))
     lowered = jax.jit(exported.call).lower(*exported.in_avals)
-    return lowered.compile(compiler_options=peer_options if program.schedule is None else {})
+    if program.schedule is not None or program.proof:
+        return lowered.compile()
+    return lowered.compile(compiler_options=peer_options)
 
 
 def device_times(runs) -> list[float]:
@@ -260,9 +264,8 @@ def device_times(runs) -> list[float]:
         elif current is not None:
             current.append(duration)
     if len(groups) < len(runs) * CALLS:
-        raise RuntimeError(
-            f"{len(groups)} markers in the trace: {collections.Counter(e[0] for e in events).most_common(9)}"
-        )
+        names = collections.Counter(name for name, _ in events).most_common(9)
+        raise RuntimeError(f"{len(groups)} markers in the trace, which holds {names}")
     totals = [sum(g) / 1e3 for g in groups]
     return [
         statistics.median(totals[i * CALLS : (i + 1) * CALLS]) / launches
@@ -343,7 +346,7 @@ def run(args) -> None:
     for program, _ in todo:
         operands(program)
     print(f"operands after {time.time() - begin:.0f} s", flush=True)
-    peer_options = {} if args.any_peer else {"xla_gpu_enable_triton_gemm": False}
+    peer_options = {} if args.any_peer else _cublas_only()
 
     def build(item):  # without running ours, so that the peer's autotuning has the chip to itself
         return compile_program(item[1], item[0], peer_options)
@@ -352,10 +355,9 @@ def run(args) -> None:
         jax.block_until_ready(item[1](*operands(item[0])))
         return item[1]
 
-    deadline = begin + args.budget
-    built = _in_threads(build, todo, deadline - 20)
+    built = _in_threads(build, todo, begin + 0.65 * args.budget)
     print(f"{len(built)} of {len(todo)} built after {time.time() - begin:.0f} s", flush=True)
-    ready = _in_threads(warm, built, deadline - 15)
+    ready = _in_threads(warm, built, begin + 0.85 * args.budget)
     print(f"{len(ready)} ready after {time.time() - begin:.0f} s", flush=True)
 
     bandwidth = copy_bandwidth()
@@ -390,6 +392,18 @@ def _from_json(row: dict) -> Program:
     return dataclasses.replace(program, schedule=plain(**schedule))
 
 
+def _cublas_only() -> dict:
+    """Keeps XLA's own Triton products out of the race, where this XLA still has the option."""
+    options = {"xla_gpu_enable_triton_gemm": False}
+    try:
+        one = jax.ShapeDtypeStruct((), jnp.float32)
+        jax.jit(jnp.cos).lower(one).compile(compiler_options=options)
+    except Exception as error:
+        print("peers are XLA's choice:", repr(error)[:200])
+        return {}
+    return options
+
+
 def _in_threads(work, items, deadline: float) -> list:
     """(program, work(item)) for the items that finish in time; prints why others do not."""
     pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
@@ -422,7 +436,7 @@ def header(bandwidth: float) -> dict:
         command="python scripts/bench_kernels.py " + " ".join(sys.argv[1:2]),
         copy_bandwidth_tb_s=round(bandwidth / 1e12, 3),
         peak="bf16 dense 989 TFLOP/s (datasheet)",
-        rows="ours in the row bucket (next multiple of 8), the peer at the exact rows",
+        rows="ours in its row bucket (2^n from 8 to 256, then multiples of 8), the peer exact",
     )
 
 
@@ -504,12 +518,24 @@ def main() -> None:
     running.add_argument("--json", type=pathlib.Path, required=True)
     running.add_argument("--budget", type=float, default=540.0, help="seconds")
     running.add_argument("--any-peer", action="store_true", help="XLA may use its own kernels too")
+    reporting = commands.add_parser("report", help="one row a cell from what `run` wrote")
+    reporting.add_argument("raw", type=pathlib.Path)
+    reporting.add_argument("--json", type=pathlib.Path, required=True)
     args = parser.parse_args()
     if args.command == "lower":
         programs = bench_programs()
         lower(programs + proof_programs(programs), args.programs)
-    else:
+    elif args.command == "run":
         run(args)
+    else:
+        result = json.loads(args.raw.read_text())
+        report(result)
+        lines = [json.dumps(row) for row in cells(result)]
+        bits = [json.dumps(row) for row in result["bits"]]
+        header_line = json.dumps(result["header"])
+        rows, proofs = ",\n  ".join(lines), ",\n  ".join(bits)
+        text = f'{{"header": {header_line},\n"rows": [\n  {rows}],\n"bits": [\n  {proofs}]}}\n'
+        args.json.write_text(text)
 
 
 if __name__ == "__main__":

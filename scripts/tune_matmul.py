@@ -9,6 +9,7 @@ from a model of the time of one output tile, so that few have to be compiled.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -121,21 +122,16 @@ def table(path: pathlib.Path) -> None:
             cell[t["m"]] = (t["us"], t["schedule"])
     for key, cell in best.items():
         print(f"    {key}: (")
-        previous = None
-        rows = sorted(cell)
-        for index, m in enumerate(rows):
-            fields = _changed(cell[m][1])
-            following = _changed(cell[rows[index + 1]][1]) if index + 1 < len(rows) else None
-            if fields != following:
-                print(f"        ({m}, Schedule({fields})),")
-            previous = fields
-        del previous
+        rows = [m for m in sorted(cell) if m in (*BUCKETS, 264)]
+        fields = [_changed(cell[m][1]) for m in rows]
+        for m, here, following in zip(rows, fields, [*fields[1:], None], strict=True):
+            if here != following:
+                limit = 320 if m == 264 else "MANY" if following is None else m
+                print(f"        ({limit}, Schedule({here})),")
         print("    ),")
 
 
 def _changed(schedule: dict) -> str:
-    import dataclasses
-
     defaults = {f.name: f.default for f in dataclasses.fields(Schedule)}
     return ", ".join(f"{k}={v!r}" for k, v in schedule.items() if v != defaults[k])
 

@@ -10,7 +10,6 @@ through TMA and the others multiply. What lies outside the arrays is read as zer
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,137 +17,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .schedule import BARRIER_BYTES, SMEM_ALIGNMENT, Schedule, cdiv, round_up
+from .layout_hopper import Problem, scratch_spec
+from .schedule import Schedule, round_up
 
 LOADER_REGISTERS = 40  # a thread
 REGISTERS_PER_LANE = 512  # of one SM, over the warpgroups of the one CTA it holds
 MAX_REGISTERS = 240  # a thread
-OUT_SLOTS = 2  # output tiles of a warpgroup in flight to global memory
 OPERAND_DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 N_MULTIPLE = 8  # rows of a shared-memory tile
 K_MULTIPLE = 64  # elements of a swizzled row
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Problem:
-    """One launch: sizes and what is static about them. `parts` is 2 for SwiGLU, else 1."""
-
-    m: int
-    n: int
-    k: int
-    parts: int
-    bias: bool
-    dtype: jnp.dtype
-    out_dtype: jnp.dtype
-    s: Schedule
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Output tiles along M and N, in clusters."""
-        s = self.s
-        return cdiv(self.m, s.tile_m * s.cluster_m), cdiv(self.n, s.tile_n * s.cluster_n)
-
-    @property
-    def clusters(self) -> int:
-        """Clusters launched; each walks every `clusters`-th tile."""
-        m_tiles, n_tiles = self.tiles
-        return min(m_tiles * n_tiles, max(self.s.ctas // self.s.cluster_size, 1))
-
-    @property
-    def k_steps(self) -> int:
-        return cdiv(self.k, self.s.tile_k)
-
-    @property
-    def chunks(self) -> int:
-        """Pieces in which the weights of a step arrive: gate and up of each warpgroup's columns."""
-        return self.s.warpgroups if self.parts == 2 and self.s.split == "n" else 1
-
-    @property
-    def transposed(self) -> bool:
-        """Swapped float32 results leave as [N, M]: four-byte values cannot be stored transposed."""
-        return self.s.swap and jnp.dtype(self.out_dtype).itemsize == 4
-
-    @property
-    def x_rows(self) -> int:
-        """Rows of x that a step loads; those of the tile beyond them reach no stored result."""
-        rows = round_up(self.m, 8)
-        return min(self.s.tile_m, rows if rows == 8 else round_up(rows, 8 * self.s.cluster_n))
-
-    @property
-    def out_block(self) -> tuple[int, int]:
-        """Rows and columns of one store, in the orientation of the output array."""
-        s = self.s
-        part, size = (s.part_m, self.m) if self.transposed else (s.part_n, self.n)
-        widest = 128 // jnp.dtype(self.out_dtype).itemsize
-        width = next(w for w in (64, 32, 16, 8) if w <= widest and part % w == size % w == 0)
-        if self.transposed:
-            return min(s.part_n, 64), width
-        return (s.part_m if s.swap else 64), width
-
-    @property
-    def acc_shape(self) -> tuple[int, int]:
-        s = self.s
-        width = self.parts * s.part_n
-        return (width, s.part_m) if s.swap else (s.part_m, width)
-
-
-def _tiled(width: int, dtype) -> tuple:
-    """The shared-memory layout of TMA and wgmma; plain rows where they are too narrow for it."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(width * itemsize * 8)
-    if swizzle < 32:
-        return ()
-    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
-
-
-def _scratch(p: _Problem) -> dict:
-    """Shared memory and barriers of one CTA."""
-    s = p.s
-    operand = functools.partial(plgpu.SMEM, dtype=p.dtype, transforms=_tiled(s.tile_k, p.dtype))
-    axes = (("cluster_m", s.cluster_m), ("cluster_n", s.cluster_n))
-    shared_axes = tuple(name for name, size in axes if size > 1)
-    barrier = (
-        functools.partial(plgpu.ClusterBarrier, collective_axes=shared_axes)
-        if shared_axes
-        else plgpu.Barrier
-    )
-    spec = dict(
-        x_smem=operand((s.stages, s.tile_m, s.tile_k)),
-        w_smem=operand((s.stages, p.parts * s.tile_n, s.tile_k)),
-        out_smem=plgpu.SMEM(
-            (s.warpgroups, OUT_SLOTS, *p.out_block),
-            p.out_dtype,
-            transforms=_tiled(p.out_block[1], p.out_dtype),
-        ),
-        k_loaded=plgpu.Barrier(num_arrivals=1 + p.parts * p.chunks, num_barriers=s.stages),
-        k_consumed=barrier(num_arrivals=s.warpgroups, num_barriers=s.stages),
-    )
-    if p.bias:
-        spec["bias_smem"] = plgpu.SMEM((s.warpgroups, s.part_n), jnp.float32)
-        spec["bias_loaded"] = plgpu.Barrier(num_barriers=s.warpgroups)
-    return spec
-
-
-def shared_memory_of(schedule: Schedule, sizes, parts: int, out_dtype) -> int:
-    """Bytes that one CTA allocates for a product of `sizes` (M, N, K); at most SMEM_BYTES fit."""
-    m, n, k = sizes
-    p = _Problem(
-        m=round_up(m, 8),
-        n=n,
-        k=k,
-        parts=parts,
-        bias=False,
-        dtype=jnp.dtype(jnp.bfloat16),
-        out_dtype=jnp.dtype(out_dtype),
-        s=schedule,
-    )
-    refs = [ref for ref in _scratch(p).values() if hasattr(ref, "shape")]
-    buffers = (math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in refs)
-    return sum(round_up(size, SMEM_ALIGNMENT) for size in buffers) + BARRIER_BYTES
-
-
-def _tile_loop(p: _Problem, tile) -> None:
+def _tile_loop(p: Problem, tile) -> None:
     """Calls tile(i, m0, n0) for the i-th output tile of this CTA, at row m0 and column n0."""
     s = p.s
     m_tiles, n_tiles = p.tiles
@@ -169,7 +50,7 @@ def _tile_loop(p: _Problem, tile) -> None:
     lax.fori_loop(0, mine, step, None)
 
 
-def _load_weights(p: _Problem, w_gmem, w_smem, k_loaded, n0, k0) -> None:
+def _load_weights(p: Problem, w_gmem, w_smem, k_loaded, n0, k0) -> None:
     """One step's weights; SwiGLU lays each warpgroup's gate rows above its up rows."""
     rows = p.s.tile_n // p.chunks
     for chunk in range(p.chunks):
@@ -183,7 +64,7 @@ def _load_weights(p: _Problem, w_gmem, w_smem, k_loaded, n0, k0) -> None:
             )
 
 
-def _loader(p: _Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) -> None:
+def _loader(p: Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) -> None:
     """Role of the last warpgroup: keeps up to `stages` steps of x and w in flight."""
     s = p.s
     plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
@@ -222,7 +103,7 @@ def _loader(p: _Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) -
     lax.fori_loop(lax.max(mine * p.k_steps - s.stages, 0), mine * p.k_steps, drain, None)
 
 
-def _multiply(p: _Problem, i, acc, x_smem, w_smem, k_loaded, k_consumed) -> None:
+def _multiply(p: Problem, i, acc, x_smem, w_smem, k_loaded, k_consumed) -> None:
     """acc += x w^T over all of K: the only place where products are added."""
     s = p.s
     wg = lax.axis_index("wg")
@@ -255,7 +136,7 @@ def _silu(gate):
     return gate / (1.0 + jnp.exp(-gate))
 
 
-def _epilogue(p: _Problem, acc, bias):
+def _epilogue(p: Problem, acc, bias):
     """Accumulators to rounded results, [part_m, part_n] or, swapped, [part_n, part_m]."""
     y = acc[...]
     if p.parts == 2 and p.s.swap:
@@ -269,7 +150,7 @@ def _epilogue(p: _Problem, acc, bias):
     return y.astype(p.out_dtype)
 
 
-def _store(p: _Problem, y, out_smem, out_gmem, m0, n0) -> None:
+def _store(p: Problem, y, out_smem, out_gmem, m0, n0) -> None:
     """Sends one warpgroup's results to global memory, block by block."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before may still be on its way
     rows, columns = p.out_block
@@ -280,9 +161,9 @@ def _store(p: _Problem, y, out_smem, out_gmem, m0, n0) -> None:
     ]
     row0, column0 = (n0, m0) if p.transposed else (m0, n0)
     for index, (r, c) in enumerate(blocks):
-        block = out_smem.at[index % OUT_SLOTS]
-        if index >= OUT_SLOTS:
-            plgpu.wait_smem_to_gmem(OUT_SLOTS - 1, wait_read_only=True)
+        block = out_smem.at[index % p.s.out_slots]
+        if index >= p.s.out_slots:
+            plgpu.wait_smem_to_gmem(p.s.out_slots - 1, wait_read_only=True)
         if p.s.swap and not p.transposed:
             block.T[...] = y[c : c + columns, r : r + rows]
         else:
@@ -293,7 +174,7 @@ def _store(p: _Problem, y, out_smem, out_gmem, m0, n0) -> None:
         )
 
 
-def _consumer(p: _Problem, bias_gmem, out_gmem, scratch) -> None:
+def _consumer(p: Problem, bias_gmem, out_gmem, scratch) -> None:
     """Role of the other warpgroups: multiply, finish and store their part of each tile."""
     s = p.s
     wg = lax.axis_index("wg")
@@ -324,7 +205,7 @@ def _consumer(p: _Problem, bias_gmem, out_gmem, scratch) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _body(*refs, p: _Problem, **scratch) -> None:
+def _body(*refs, p: Problem, **scratch) -> None:
     x_gmem, w_gmem, *bias_gmem, out_gmem = refs
     operands = (scratch[name] for name in ("x_smem", "w_smem", "k_loaded", "k_consumed"))
     lax.cond(
@@ -339,7 +220,7 @@ def _launch(x, w, bias, *, out_dtype, schedule: Schedule, interpret: bool = Fals
     """Under jit, so that equal call sites are traced and lowered once."""
     _check(x, w, out_dtype)
     rows = x.shape[0]
-    p = _Problem(
+    p = Problem(
         m=rows,
         n=w.shape[-2],
         k=w.shape[-1],
@@ -355,7 +236,7 @@ def _launch(x, w, bias, *, out_dtype, schedule: Schedule, interpret: bool = Fals
     kernel = plgpu.kernel(
         functools.partial(_body, p=p),
         out_type=jax.ShapeDtypeStruct((p.n, p.m) if p.transposed else (p.m, p.n), p.out_dtype),
-        scratch_types=_scratch(p),
+        scratch_types=scratch_spec(p),
         grid=(p.clusters,),
         grid_names=("grid",),
         cluster=(schedule.cluster_m, schedule.cluster_n),

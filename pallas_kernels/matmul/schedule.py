@@ -32,6 +32,7 @@ class Schedule:
       raster_width: tiles along `raster` before the other axis advances.
       ctas: most CTAs to launch; when there are more tiles, each CTA walks several.
       inflight: wgmma groups left running when the next one is issued (0 or 1).
+      out_slots: blocks of results that a warpgroup may have on their way to global memory.
     """
 
     tile_m: int
@@ -47,6 +48,7 @@ class Schedule:
     raster_width: int = 8
     ctas: int = 132
     inflight: int = 1
+    out_slots: int = 2
 
     def __post_init__(self):
         for name in ("tile_m", "tile_n"):
@@ -92,7 +94,7 @@ def round_up(a: int, b: int) -> int:
 def fitted(s: Schedule, parts: int) -> Schedule:
     """`s` with as many pipeline stages as shared memory holds, at most 16."""
     step = (s.tile_m + parts * s.tile_n) * s.tile_k * 2
-    out = s.warpgroups * 2 * (s.part_m if s.swap else 64) * 128
+    out = s.warpgroups * s.out_slots * (s.part_m if s.swap else 64) * 128
     stages = (SMEM_BYTES - BARRIER_BYTES - out) // step
     return dataclasses.replace(s, stages=min(stages, 16))
 
@@ -107,8 +109,79 @@ def normal_schedule(tile_m: int, tile_n: int, *, parts: int, k: int, **fields) -
 
 FIXED = normal_schedule(128, 128, parts=2, k=4096)  # the one-schedule mode: every row count
 
-# (N, K, parts): (rows up to, schedule), written by `scripts/tune_matmul.py table`.
-TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {}
+MANY = 1 << 30  # rows
+# (N, K, parts): (rows up to, schedule). Measured on an H200; from `scripts/tune_matmul.py table`.
+TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
+    (6144, 4096, 1): (
+        (32, Schedule(tile_m=64, tile_n=48, tile_k=128, stages=7, cluster_n=2)),
+        (64, Schedule(tile_m=64, tile_n=48, tile_k=128, stages=7)),
+        (128, Schedule(tile_m=64, tile_n=96, tile_k=128, stages=5)),
+        (256, Schedule(tile_m=64, tile_n=192, stages=6)),
+        (320, Schedule(tile_m=64, tile_n=240, stages=5)),
+        (512, Schedule(tile_m=128, tile_n=192, warpgroups=2)),
+        (MANY, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
+    ),
+    (4096, 4096, 1): (
+        (8, Schedule(tile_m=8, tile_n=64, tile_k=256, stages=6, swap=True, split="n")),
+        (32, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8, cluster_n=2)),
+        (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
+        (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
+        (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (320, Schedule(tile_m=64, tile_n=160, stages=7)),
+        (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
+        (MANY, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
+    ),
+    (28672, 4096, 1): (
+        (8, Schedule(tile_m=8, tile_n=64, tile_k=256, stages=6, swap=True, split="n")),
+        (64, Schedule(tile_m=64, tile_n=128, tile_k=128, cluster_n=2)),
+        (512, Schedule(tile_m=128, tile_n=224, warpgroups=2)),
+        (2048, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
+        (MANY, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
+    ),
+    (4096, 14336, 1): (
+        (8, Schedule(tile_m=8, tile_n=64, tile_k=256, stages=6, swap=True, split="n")),
+        (32, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8, cluster_n=2)),
+        (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
+        (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
+        (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (320, Schedule(tile_m=64, tile_n=160, stages=7)),
+        (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
+        (MANY, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
+    ),
+    (24576, 4096, 1): (
+        (64, Schedule(tile_m=64, tile_n=128, tile_k=128, cluster_n=2)),
+        (128, Schedule(tile_m=128, tile_n=192, warpgroups=2)),
+        (256, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
+        (320, Schedule(tile_m=128, tile_n=192, warpgroups=2)),
+        (MANY, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
+    ),
+    (4096, 12288, 1): (
+        (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8, cluster_n=2)),
+        (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
+        (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (320, Schedule(tile_m=64, tile_n=160, stages=7)),
+        (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
+        (MANY, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
+    ),
+    (151936, 4096, 1): (
+        (32, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6, cluster_n=2)),
+        (64, Schedule(tile_m=64, tile_n=128, tile_k=128)),
+        (128, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2, cluster_n=2)),
+        (256, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
+        (320, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
+        (MANY, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
+    ),
+    (14336, 4096, 2): (
+        (64, Schedule(tile_m=64, tile_n=64, tile_k=128, cluster_n=2)),
+        (256, Schedule(tile_m=128, tile_n=112, warpgroups=2)),
+        (1024, Schedule(tile_m=128, tile_n=128, warpgroups=2)),
+        (MANY, Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2)),
+    ),
+    (12288, 4096, 2): (
+        (64, Schedule(tile_m=64, tile_n=64, tile_k=128, cluster_n=2)),
+        (MANY, Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2)),
+    ),
+}
 
 
 def schedule_for(

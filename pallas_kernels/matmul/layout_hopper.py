@@ -1,0 +1,128 @@
+"""One launch of the Hopper matmul: its sizes, its output tiles and its shared memory."""
+
+import dataclasses
+import functools
+import math
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from .schedule import BARRIER_BYTES, SMEM_ALIGNMENT, Schedule, cdiv, round_up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One launch: sizes and what is static about them. `parts` is 2 for SwiGLU, else 1."""
+
+    m: int
+    n: int
+    k: int
+    parts: int
+    bias: bool
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    s: Schedule
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Output tiles along M and N, in clusters."""
+        s = self.s
+        return cdiv(self.m, s.tile_m * s.cluster_m), cdiv(self.n, s.tile_n * s.cluster_n)
+
+    @property
+    def clusters(self) -> int:
+        """Clusters launched; each walks every `clusters`-th tile."""
+        m_tiles, n_tiles = self.tiles
+        return min(m_tiles * n_tiles, max(self.s.ctas // self.s.cluster_size, 1))
+
+    @property
+    def k_steps(self) -> int:
+        return cdiv(self.k, self.s.tile_k)
+
+    @property
+    def chunks(self) -> int:
+        """Pieces in which the weights of a step arrive: gate and up of each warpgroup's columns."""
+        return self.s.warpgroups if self.parts == 2 and self.s.split == "n" else 1
+
+    @property
+    def transposed(self) -> bool:
+        """Swapped float32 results leave as [N, M]: four-byte values cannot be stored transposed."""
+        return self.s.swap and jnp.dtype(self.out_dtype).itemsize == 4
+
+    @property
+    def x_rows(self) -> int:
+        """Rows of x that a step loads; those of the tile beyond them reach no stored result."""
+        rows = round_up(self.m, 8)
+        return min(self.s.tile_m, rows if rows == 8 else round_up(rows, 8 * self.s.cluster_n))
+
+    @property
+    def out_block(self) -> tuple[int, int]:
+        """Rows and columns of one store, in the orientation of the output array."""
+        s = self.s
+        part, size = (s.part_m, self.m) if self.transposed else (s.part_n, self.n)
+        widest = 128 // jnp.dtype(self.out_dtype).itemsize
+        width = next(w for w in (64, 32, 16, 8) if w <= widest and part % w == size % w == 0)
+        if self.transposed:
+            return min(s.part_n, 64), width
+        return (s.part_m if s.swap else 64), width
+
+    @property
+    def acc_shape(self) -> tuple[int, int]:
+        s = self.s
+        width = self.parts * s.part_n
+        return (width, s.part_m) if s.swap else (s.part_m, width)
+
+
+def tiled(width: int, dtype) -> tuple:
+    """The shared-memory layout of TMA and wgmma; plain rows where they are too narrow for it."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(width * itemsize * 8)
+    if swizzle < 32:
+        return ()
+    return (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+
+
+def scratch_spec(p: Problem) -> dict:
+    """Shared memory and barriers of one CTA."""
+    s = p.s
+    operand = functools.partial(plgpu.SMEM, dtype=p.dtype, transforms=tiled(s.tile_k, p.dtype))
+    axes = (("cluster_m", s.cluster_m), ("cluster_n", s.cluster_n))
+    shared_axes = tuple(name for name, size in axes if size > 1)
+    barrier = (
+        functools.partial(plgpu.ClusterBarrier, collective_axes=shared_axes)
+        if shared_axes
+        else plgpu.Barrier
+    )
+    spec = dict(
+        x_smem=operand((s.stages, s.tile_m, s.tile_k)),
+        w_smem=operand((s.stages, p.parts * s.tile_n, s.tile_k)),
+        out_smem=plgpu.SMEM(
+            (s.warpgroups, s.out_slots, *p.out_block),
+            p.out_dtype,
+            transforms=tiled(p.out_block[1], p.out_dtype),
+        ),
+        k_loaded=plgpu.Barrier(num_arrivals=1 + p.parts * p.chunks, num_barriers=s.stages),
+        k_consumed=barrier(num_arrivals=s.warpgroups, num_barriers=s.stages),
+    )
+    if p.bias:
+        spec["bias_smem"] = plgpu.SMEM((s.warpgroups, s.part_n), jnp.float32)
+        spec["bias_loaded"] = plgpu.Barrier(num_barriers=s.warpgroups)
+    return spec
+
+
+def shared_memory_of(schedule: Schedule, sizes, parts: int, out_dtype) -> int:
+    """Bytes that one CTA allocates for a product of `sizes` (M, N, K); at most SMEM_BYTES fit."""
+    m, n, k = sizes
+    p = Problem(
+        m=round_up(m, 8),
+        n=n,
+        k=k,
+        parts=parts,
+        bias=False,
+        dtype=jnp.dtype(jnp.bfloat16),
+        out_dtype=jnp.dtype(out_dtype),
+        s=schedule,
+    )
+    refs = [ref for ref in scratch_spec(p).values() if hasattr(ref, "shape")]
+    buffers = (math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in refs)
+    return sum(round_up(size, SMEM_ALIGNMENT) for size in buffers) + BARRIER_BYTES
