@@ -29,13 +29,23 @@ N_MULTIPLE = 8  # rows of a shared-memory tile
 K_MULTIPLE = 64  # elements of a swizzled row
 
 
-def _tile_loop(p: Problem, tile) -> None:
-    """Calls tile(i, m0, n0) for the i-th output tile of this CTA, at row m0 and column n0."""
+def _tiles_here(p: Problem):
+    """Output tiles that this CTA walks."""
+    m_tiles, n_tiles = p.tiles
+    return lax.div(m_tiles * n_tiles - 1 - lax.axis_index("grid"), p.clusters) + 1
+
+
+def _tile_loop(p: Problem, tile, *, owner=0, owners: int = 1) -> None:
+    """Calls tile(i, m0, n0) for each i-th output tile of this CTA, at row m0 and column n0.
+
+    With several owners, only for the tiles that are the given owner's turn.
+    """
     s = p.s
     m_tiles, n_tiles = p.tiles
     cluster = lax.axis_index("grid")
 
-    def step(i, _):
+    def step(turn, _):
+        i = turn * owners + owner
         m_i, n_i = plgpu.planar_snake(
             cluster + i * p.clusters,
             (m_tiles, n_tiles),
@@ -46,8 +56,7 @@ def _tile_loop(p: Problem, tile) -> None:
         n_i = n_i * s.cluster_n + lax.axis_index("cluster_n")
         tile(i, m_i * s.tile_m, n_i * s.tile_n)
 
-    mine = lax.div(m_tiles * n_tiles - 1 - cluster, p.clusters) + 1
-    lax.fori_loop(0, mine, step, None)
+    lax.fori_loop(0, lax.div(_tiles_here(p) + (owners - 1) - owner, owners), step, None)
 
 
 def _load_weights(p: Problem, w_gmem, w_smem, k_loaded, n0, k0) -> None:
@@ -82,13 +91,14 @@ def _loader(p: Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) ->
                 plgpu.barrier_wait(k_consumed.at[slot])
 
             k0 = k_i * s.tile_k
+            loaded = k_loaded.at[lax.rem(i, p.owners) * s.stages + slot]
             plgpu.copy_gmem_to_smem(
                 x_gmem.at[pl.ds(m0, p.x_rows), pl.ds(k0, s.tile_k)],
                 x_smem.at[slot, pl.ds(0, p.x_rows)],
-                k_loaded.at[slot],
+                loaded,
                 collective_axes="cluster_n" if s.cluster_n > 1 else None,
             )
-            _load_weights(p, w_gmem, w_smem.at[slot], k_loaded.at[slot], n0, k0)
+            _load_weights(p, w_gmem, w_smem.at[slot], loaded, n0, k0)
 
         lax.fori_loop(0, p.k_steps, load_step, None)
 
@@ -98,9 +108,8 @@ def _loader(p: Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) ->
     def drain(count, _):
         plgpu.barrier_wait(k_consumed.at[slot_of(count)])
 
-    m_tiles, n_tiles = p.tiles
-    mine = lax.div(m_tiles * n_tiles - 1 - lax.axis_index("grid"), p.clusters) + 1
-    lax.fori_loop(lax.max(mine * p.k_steps - s.stages, 0), mine * p.k_steps, drain, None)
+    steps = _tiles_here(p) * p.k_steps
+    lax.fori_loop(lax.max(steps - s.stages, 0), steps, drain, None)
 
 
 def _multiply(p: Problem, i, acc, x_smem, w_smem, k_loaded, k_consumed) -> None:
@@ -114,7 +123,8 @@ def _multiply(p: Problem, i, acc, x_smem, w_smem, k_loaded, k_consumed) -> None:
     def mma_step(k_i, _):
         count = i * p.k_steps + k_i
         slot = lax.rem(count, s.stages)
-        plgpu.barrier_wait(k_loaded.at[slot])
+        # Each owner counts the phases of its own barriers only.
+        plgpu.barrier_wait(k_loaded.at[lax.rem(i, p.owners) * s.stages + slot])
         x_tile, w_tile = x_smem.at[slot, x_part], w_smem.at[slot, w_part]
         if s.swap:
             plgpu.wgmma(acc, w_tile, x_tile.T)
@@ -201,7 +211,8 @@ def _consumer(p: Problem, bias_gmem, out_gmem, scratch) -> None:
         y = pl.run_scoped(with_acc, plgpu.ACC(p.acc_shape, jnp.float32))
         _store(p, y, scratch["out_smem"].at[wg], out_gmem, m0, n0)
 
-    _tile_loop(p, compute_tile)
+    owner = wg if p.owners > 1 else 0
+    _tile_loop(p, compute_tile, owner=owner, owners=p.owners)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

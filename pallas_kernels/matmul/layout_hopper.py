@@ -45,6 +45,11 @@ class Problem:
         return self.s.warpgroups if self.parts == 2 and self.s.split == "n" else 1
 
     @property
+    def owners(self) -> int:
+        """Warpgroups among which whole tiles go round; 1 when all share every tile."""
+        return self.s.warpgroups if self.s.split == "turns" else 1
+
+    @property
     def transposed(self) -> bool:
         """Swapped float32 results leave as [N, M]: four-byte values cannot be stored transposed."""
         return self.s.swap and jnp.dtype(self.out_dtype).itemsize == 4
@@ -101,8 +106,10 @@ def scratch_spec(p: Problem) -> dict:
             p.out_dtype,
             transforms=tiled(p.out_block[1], p.out_dtype),
         ),
-        k_loaded=plgpu.Barrier(num_arrivals=1 + p.parts * p.chunks, num_barriers=s.stages),
-        k_consumed=barrier(num_arrivals=s.warpgroups, num_barriers=s.stages),
+        k_loaded=plgpu.Barrier(
+            num_arrivals=1 + p.parts * p.chunks, num_barriers=p.owners * s.stages
+        ),
+        k_consumed=barrier(num_arrivals=s.warpgroups // p.owners, num_barriers=s.stages),
     )
     if p.bias:
         spec["bias_smem"] = plgpu.SMEM((s.warpgroups, s.part_n), jnp.float32)

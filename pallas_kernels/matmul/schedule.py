@@ -25,7 +25,8 @@ class Schedule:
       stages: pipeline steps in flight.
       swap: weights are the row operand of wgmma and tokens its column operand.
       warpgroups: warpgroups that multiply; each owns a part of the tile.
-      split: the axis, "m" or "n", along which the warpgroups divide the tile.
+      split: the axis, "m" or "n", along which the warpgroups divide the tile; "turns": each takes
+        whole tiles in turn, so that one stores while the next multiplies.
       cluster_m: CTAs of one cluster along M; they share the weights they read.
       cluster_n: CTAs of one cluster along N; they share the rows of x they read.
       raster: the axis, "m" or "n", that changes fastest from one tile to the next.
@@ -56,9 +57,12 @@ class Schedule:
                 raise ValueError(f"{name}={value} must be a positive multiple of 8")
         if self.tile_k % 64 or self.tile_k <= 0:
             raise ValueError(f"tile_k={self.tile_k} must be a positive multiple of 64")
-        for name in ("split", "raster"):
-            if (value := getattr(self, name)) not in ("m", "n"):
-                raise ValueError(f"{name}={value!r} must be 'm' or 'n'")
+        if self.split not in ("m", "n", "turns"):
+            raise ValueError(f"split={self.split!r} must be 'm', 'n' or 'turns'")
+        if self.raster not in ("m", "n"):
+            raise ValueError(f"raster={self.raster!r} must be 'm' or 'n'")
+        if self.split == "turns" and self.cluster_size > 1:
+            raise ValueError("warpgroups that take turns cannot share tiles in a cluster")
         if self.inflight not in (0, 1):
             raise ValueError(f"inflight={self.inflight} must be 0 or 1")
         if self.stages <= self.inflight:
