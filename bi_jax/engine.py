@@ -24,7 +24,7 @@ from .config import EngineConfig
 from .identity import Identity, digest_of_state, identity_of
 from .kv_cache import bytes_a_page
 from .metrics import Counters, EngineMetrics, milliseconds
-from .ops import pick_backend, transformer_ops
+from .ops import pick_backends, transformer_ops
 from .progress import Progress
 from .request import Request, RequestOutput, SamplingParams
 from .runner import Runner, RunnerConfig
@@ -91,8 +91,8 @@ class Engine:
         self.model_config = model.config
         self.model_name = model_name
         self.tokenizer = tokenizer
-        self.backend = pick_backend(jax.default_backend())
-        self.ops = ops or transformer_ops(model.config, backend=self.backend)
+        self.backends = pick_backends(jax.devices()[0], model.config.dtype)
+        self.ops = ops or transformer_ops(model.config, backend=self.backends)
         # Other ops keep no promise, so there is nothing to hold them to.
         self.audited = self.config.audit and ops is None
         self.max_model_len = self.config.max_model_len or model.config.max_position
@@ -122,7 +122,7 @@ class Engine:
                 page_size=self.config.page_size,
                 max_model_len=self.max_model_len,
             ),
-            backend=self.backend,
+            backend=self.backends.sampling,
             audited=self.audited,
         )
         self.weights_version = 0
@@ -154,7 +154,8 @@ class Engine:
 
         Args:
           name: path or hub id.
-          dtype: compute dtype; None: float32 on a CPU, the checkpoint's own on a GPU.
+          dtype: compute dtype; None: float32 on a CPU; on a GPU the checkpoint's own, bfloat16
+            where that is float32.
           tokenizer: where the tokenizer is, if not with the model.
           config: the engine's settings.
 
@@ -164,7 +165,7 @@ class Engine:
         """
         model_config = read_config(name)
         if dtype is None:
-            dtype = "float32" if jax.default_backend() == "cpu" else model_config.dtype
+            dtype = _default_dtype(model_config.dtype)
         model_config = model_config.replace(dtype=dtype, param_dtype=dtype)
         source = find_model(name)
         text = Tokenizer.from_pretrained(source.path if tokenizer is None else tokenizer)
@@ -523,6 +524,12 @@ class Engine:
         fit = self.config.cache_bytes // bytes_a_page(self.model_config, self.config.page_size)
         most = pages_of_one * self.config.max_num_seqs
         return max(pages_of_one, min(fit, most))
+
+
+def _default_dtype(own: str) -> str:
+    if jax.default_backend() == "cpu":
+        return "float32"
+    return "bfloat16" if own == "float32" else own
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from bi_jax.pallas_kernels.attention import attention, write_pages
 from bi_jax.pallas_kernels.attention import topology_for as attention_topology
 from bi_jax.pallas_kernels.log_softmax import topology_for as log_softmax_topology
 from bi_jax.pallas_kernels.matmul import MatmulTopology, matmul, swiglu_matmul
-from bi_jax.pallas_kernels.primitive import REFERENCE
+from bi_jax.pallas_kernels.primitive import HOPPER, REFERENCE
 from bi_jax.pallas_kernels.rms_norm import add_rms_norm, rms_norm
 from bi_jax.pallas_kernels.rms_norm import topology_for as norm_topology
 from bi_jax.pallas_kernels.rope import rope
@@ -22,26 +23,58 @@ from bi_jax.pallas_kernels.sampling import topology_for as sampling_topology
 from .kv_cache import LayerPages
 
 
-def pick_backend(platform: str) -> str:
-    """The backend for a JAX platform name.
+@dataclass(frozen=True, kw_only=True)
+class Backends:
+    """The implementation of every op, by name. Nothing is substituted for what is named here."""
+
+    matmul: str
+    rms_norm: str
+    rope: str
+    attention: str
+    log_softmax: str
+    sampling: str
+
+    @classmethod
+    def all(cls, name: str) -> "Backends":
+        """One implementation for every op."""
+        return cls(**{field.name: name for field in fields(cls)})
+
+
+ON_CPU = Backends.all(REFERENCE)
+# Token choice has no kernel yet: its reference runs there, at one fixed shape as everywhere.
+ON_HOPPER = replace(Backends.all(HOPPER), log_softmax=REFERENCE, sampling=REFERENCE)
+
+
+def pick_backends(device: jax.Device, dtype: str) -> Backends:
+    """The implementations for a device and a compute dtype.
 
     Raises:
-      NotImplementedError: no backend of ours keeps the contract there.
+      NotImplementedError: none of ours keeps the contract there.
     """
-    if platform in ("cpu", "gpu"):
-        return REFERENCE
-    raise NotImplementedError(
-        f"bi_jax runs on the platforms cpu and gpu (NVIDIA Hopper), got '{platform}'"
-    )
+    if device.platform == "cpu":
+        return ON_CPU
+    capability = str(getattr(device, "compute_capability", ""))
+    if device.platform != "gpu" or not capability.startswith("9."):
+        raise NotImplementedError(
+            "bi_jax runs on CPUs and on NVIDIA Hopper GPUs (compute capability 9.0), got "
+            f"'{device.device_kind}'; JAX_PLATFORMS=cpu runs it on the CPU"
+        )
+    if dtype == "float32":
+        raise NotImplementedError(
+            "float32 has no Hopper kernels (its products would silently be TF32); use dtype "
+            "bfloat16 or float16"
+        )
+    return ON_HOPPER
 
 
-def transformer_ops(config: TransformerConfig, *, backend: str) -> TransformerOps:
+def transformer_ops(config: TransformerConfig, *, backend: str | Backends) -> TransformerOps:
     """The ops record of a model on one device.
 
     Args:
       config: chooses the topologies; nothing here sees a batch.
-      backend: implementation by name, the same for every op.
+      backend: implementation of each op by name, or one name for all.
     """
+    names = Backends.all(backend) if isinstance(backend, str) else backend
     products = MatmulTopology()
     norms = norm_topology(hidden_size=config.hidden_size)
     rotation = rope_topology(head_dim=config.head_dim)
@@ -55,14 +88,16 @@ def transformer_ops(config: TransformerConfig, *, backend: str) -> TransformerOp
         "sampling": sampling_topology(vocab_size=config.vocab_size),
     }
     return TransformerOps(
-        matmul=_bind(matmul, backend, products),
-        swiglu_matmul=_bind(swiglu_matmul, backend, products),
-        rms_norm=_bind(rms_norm, backend, norms),
-        add_rms_norm=_bind(add_rms_norm, backend, norms),
-        rope=_bind(rope, backend, rotation),
-        attend=functools.partial(_attend, backend=backend, topology=mixing),
+        matmul=_bind(matmul, names.matmul, products),
+        swiglu_matmul=_bind(swiglu_matmul, names.matmul, products),
+        rms_norm=_bind(rms_norm, names.rms_norm, norms),
+        add_rms_norm=_bind(add_rms_norm, names.rms_norm, norms),
+        rope=_bind(rope, names.rope, rotation),
+        attend=functools.partial(_attend, backend=names.attention, topology=mixing),
         reduce=_identity,
-        description=tuple((name, f"{backend}: {topology}") for name, topology in chosen.items()),
+        description=tuple(
+            (name, f"{getattr(names, name)}: {topology}") for name, topology in chosen.items()
+        ),
     )
 
 

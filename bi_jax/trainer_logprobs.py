@@ -19,7 +19,7 @@ from bi_jax.pallas_kernels.log_softmax import target_logprobs
 
 from .gradient_sum import sum_over
 from .kv_cache import make_cache
-from .ops import pick_backend, transformer_ops
+from .ops import pick_backends, transformer_ops
 from .sampling_params import inverse_temperature
 from .token_layout import PAGE_SIZE, TokenLayout, lay_out, pages_for
 
@@ -84,7 +84,7 @@ def token_logprobs(
 @functools.cache
 def default_ops(config: TransformerConfig) -> TransformerOps:
     """The ops record that an engine on this platform takes, one object a config."""
-    return transformer_ops(config, backend=pick_backend(jax.default_backend()))
+    return transformer_ops(config, backend=pick_backends(jax.devices()[0], config.dtype))
 
 
 class _Rows(NamedTuple):
@@ -163,7 +163,7 @@ def _flat_logprobs(
     params: nnx.State,
     rest: nnx.State,
     layout: TokenLayout,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     *,
     head_rows: int | None,
 ) -> jax.Array:
@@ -183,7 +183,7 @@ def _flat_logprobs(
             jnp.full((rows,), call.inv_temperature, jnp.float32),
             jnp.full((rows,), LOWEST, jnp.int32),
             jnp.full((rows,), vocab, jnp.int32),
-            backend=pick_backend(jax.default_backend()),
+            backend=pick_backends(jax.devices()[0], model.config.dtype).log_softmax,
             num_rows=num_rows,
         )
         return logprobs[:, 0]

@@ -8,8 +8,9 @@ from jaxtyping import Array, Float, Float32
 
 from .. import contracts
 from ..differentiable import differentiable
-from ..primitive import REFERENCE, define_op
+from ..primitive import HOPPER, REFERENCE, define_op
 from ..ragged import RaggedBatch
+from .kernel_hopper import attention_hopper_op
 from .reference import attention_reference
 from .topology import AttentionTopology, topology_for
 from .vjp import attention_backward, store, token_slots
@@ -19,7 +20,11 @@ def _avals(q: Any, *_: Any, **__: Any) -> list[Any]:
     return [ShapeDtypeStruct(q.shape, q.dtype), ShapeDtypeStruct(q.shape[:3], jnp.float32)]
 
 
-_bind = define_op("attention", out_avals=_avals, implementations={REFERENCE: attention_reference})
+_bind = define_op(
+    "attention",
+    out_avals=_avals,
+    implementations={REFERENCE: attention_reference, HOPPER: attention_hopper_op},
+)
 _attention = differentiable(_bind, attention_backward)
 
 

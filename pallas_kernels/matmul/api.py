@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Int32
 
 from .. import contracts
 from ..differentiable import differentiable
-from ..primitive import REFERENCE, define_op
+from ..primitive import HOPPER, REFERENCE, define_op
+from .op_hopper import matmul_hopper_op, swiglu_hopper_op
 from .reference import matmul_reference, swiglu_reference
 from .topology import DEFAULT, MatmulTopology
 from .vjp import matmul_backward, swiglu_backward
@@ -23,10 +24,14 @@ def _swiglu_avals(x: Any, gate_up: Any, *_: Any, out_dtype: str, **__: Any) -> l
 
 
 _bind_matmul = define_op(
-    "matmul", out_avals=_matmul_avals, implementations={REFERENCE: matmul_reference}
+    "matmul",
+    out_avals=_matmul_avals,
+    implementations={REFERENCE: matmul_reference, HOPPER: matmul_hopper_op},
 )
 _bind_swiglu = define_op(
-    "swiglu_matmul", out_avals=_swiglu_avals, implementations={REFERENCE: swiglu_reference}
+    "swiglu_matmul",
+    out_avals=_swiglu_avals,
+    implementations={REFERENCE: swiglu_reference, HOPPER: swiglu_hopper_op},
 )
 _matmul = differentiable(_bind_matmul, matmul_backward(_bind_matmul))
 _swiglu = differentiable(_bind_swiglu, swiglu_backward(_bind_matmul))

@@ -7,7 +7,8 @@ from jaxtyping import Array, Float, Int32
 
 from .. import contracts
 from ..differentiable import differentiable
-from ..primitive import REFERENCE, define_op
+from ..primitive import HOPPER, REFERENCE, define_op
+from .kernel_hopper import add_rms_norm_hopper_op, rms_norm_hopper_op
 from .reference import add_rms_norm_reference, rms_norm_reference
 from .topology import RmsNormTopology, topology_for
 from .vjp import add_rms_norm_backward, rms_norm_backward
@@ -22,10 +23,14 @@ def _add_norm_avals(x: Any, *_: Any, **__: Any) -> list[Any]:
 
 
 _bind_norm = define_op(
-    "rms_norm", out_avals=_norm_avals, implementations={REFERENCE: rms_norm_reference}
+    "rms_norm",
+    out_avals=_norm_avals,
+    implementations={REFERENCE: rms_norm_reference, HOPPER: rms_norm_hopper_op},
 )
 _bind_add_norm = define_op(
-    "add_rms_norm", out_avals=_add_norm_avals, implementations={REFERENCE: add_rms_norm_reference}
+    "add_rms_norm",
+    out_avals=_add_norm_avals,
+    implementations={REFERENCE: add_rms_norm_reference, HOPPER: add_rms_norm_hopper_op},
 )
 _norm = differentiable(_bind_norm, rms_norm_backward)
 _add_norm = differentiable(_bind_add_norm, add_rms_norm_backward)

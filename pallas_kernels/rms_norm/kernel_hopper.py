@@ -16,6 +16,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from .topology import RmsNormTopology
+
 THREADS = 128  # of one warpgroup
 WIDTH = 64  # columns of a staged line; TMA copies at most 256 lines
 VECTORS = (8, 4, 2)  # columns a thread holds together
@@ -144,3 +146,30 @@ def add_rms_norm_hopper(
     _check(x)
     normed, stream = _launch(x, residual, scale, eps=eps, interpret=interpret)
     return normed, stream
+
+
+def rms_norm_hopper_op(
+    x: jax.Array,
+    scale: jax.Array,
+    num_rows: jax.Array,
+    *,
+    eps: float,
+    topology: RmsNormTopology,
+) -> tuple[jax.Array]:
+    """`rms_norm_hopper` as an implementation of the primitive."""
+    del num_rows, topology  # the hidden size fixes this kernel's order of additions
+    return (rms_norm_hopper(x, scale, eps=eps),)
+
+
+def add_rms_norm_hopper_op(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    num_rows: jax.Array,
+    *,
+    eps: float,
+    topology: RmsNormTopology,
+) -> tuple[jax.Array, jax.Array]:
+    """`add_rms_norm_hopper` as an implementation of the primitive."""
+    del num_rows, topology
+    return add_rms_norm_hopper(x, residual, scale, eps=eps)

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from .. import contracts
 from ..differentiable import differentiable
-from ..primitive import REFERENCE, define_op
+from ..primitive import HOPPER, REFERENCE, define_op
+from .kernel_hopper import rope_hopper_op
 from .reference import rope_reference
 from .topology import RopeTopology, topology_for
 from .vjp import rope_backward
@@ -20,7 +21,11 @@ def _avals(qkv: Any, *_: Any, **__: Any) -> list[Any]:
     return [ShapeDtypeStruct((tokens, kv_heads, group - 2, width), qkv.dtype), kv, kv]
 
 
-_bind = define_op("rope", out_avals=_avals, implementations={REFERENCE: rope_reference})
+_bind = define_op(
+    "rope",
+    out_avals=_avals,
+    implementations={REFERENCE: rope_reference, HOPPER: rope_hopper_op},
+)
 _rope = differentiable(_bind, rope_backward)
 
 
