@@ -105,15 +105,16 @@ def tuning_programs() -> list[bench.Program]:
     return list(programs)
 
 
-def table(path: pathlib.Path) -> None:
+def table(paths: list[pathlib.Path]) -> None:
     """Prints {(N, K, parts): ((up to rows, schedule fields), ...)} of the fastest schedules."""
-    result = json.loads(path.read_text())
-    ours = [b for b in result["bits"] if b["schedule"] and b["kind"].startswith("bits")]
+    results = [json.loads(path.read_text()) for path in paths]
+    bits = [b for result in results for b in result["bits"]]
+    ours = [b for b in bits if b["schedule"] and b["kind"].startswith("bits")]
     refused = [b["schedule"] for b in ours if b["differing"]]
     if refused:
         raise SystemExit(f"{len(refused)} schedules change bits: {refused[:2]}")
     best = {}
-    for t in result["times"]:
+    for t in (t for result in results for t in result["times"]):
         if t["schedule"] is None:
             continue
         key = (t["n"], t["k"], 2 if t["kind"] == "swiglu" else 1)
@@ -142,7 +143,7 @@ def main() -> None:
     lowering = commands.add_parser("lower")
     lowering.add_argument("programs", type=pathlib.Path)
     printing = commands.add_parser("table")
-    printing.add_argument("json", type=pathlib.Path)
+    printing.add_argument("json", type=pathlib.Path, nargs="+")
     args = parser.parse_args()
     if args.command == "table":
         table(args.json)
