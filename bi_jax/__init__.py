@@ -12,6 +12,8 @@ if typing.TYPE_CHECKING:
     from .engine import Engine
     from .flags import pin_flags
     from .request import CompletionOutput, Request, RequestOutput, SamplingParams
+    from .scoring import score
+    from .trainer_logprobs import token_logprobs
 
 __all__ = [
     "CompletionOutput",
@@ -21,7 +23,9 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "pin_flags",
+    "score",
     "testing",
+    "token_logprobs",
 ]
 
 _PLACES = {
@@ -32,6 +36,8 @@ _PLACES = {
     "RequestOutput": "request",
     "SamplingParams": "request",
     "pin_flags": "flags",
+    "score": "scoring",
+    "token_logprobs": "trainer_logprobs",
 }
 
 

@@ -36,6 +36,7 @@ def token_logprobs(
     ops: TransformerOps | None = None,
     *,
     max_segments: int = 1,
+    scan_layers: bool = False,
 ) -> Float32[Array, "B T"]:
     """log p(tokens[b, t] | what precedes it in its sequence), as the engine reports it.
 
@@ -55,6 +56,8 @@ def token_logprobs(
       ops: what to compute with; None: what an engine on this platform takes.
       max_segments: sequences that a row may hold, static. A row with more gives NaN, as does one
         with a sequence longer than the model's context.
+      scan_layers: static, schedule: compile the blocks once, over a stacked copy of their
+        parameters.
 
     Returns:
       float32 [B, T]. The first token of a sequence and padding have 0.0 and no gradient.
@@ -77,6 +80,7 @@ def token_logprobs(
         ops=ops or default_ops(model.config),
         inv_temperature=_inverse(temperature, mode),
         max_segments=max_segments,
+        scan_layers=scan_layers,
     )
     return _logprobs(call, params, rest, _Rows(tokens, positions, segment_ids))
 
@@ -104,6 +108,7 @@ class _Call:
     ops: TransformerOps
     inv_temperature: float
     max_segments: int
+    scan_layers: bool
 
     def lay_out(self, rows: _Rows) -> TokenLayout:
         return lay_out(*rows, max_segments=self.max_segments, max_position=self.config.max_position)
@@ -171,7 +176,7 @@ def _flat_logprobs(
     model = nnx.merge(call.graph, params, rest)
     pages = pages_for(*shape, call.max_segments)
     cache = make_cache(call.config, num_pages=pages, page_size=PAGE_SIZE)
-    hidden, _ = model(layout.tokens, layout.batch, cache, call.ops)
+    hidden, _ = model(layout.tokens, layout.batch, cache, call.ops, scan_layers=call.scan_layers)
     count, num_tokens = hidden.shape[0], layout.batch.num_tokens
 
     def score(hidden: jax.Array, target: jax.Array, num_rows: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """A decoder-only transformer over a flat ragged batch of tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,18 +18,34 @@ class Block(nnx.Module):
     """Attention and feed-forward; each hands its output on, the next norm adds it."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        kinds = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        kinds: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         self.attn_norm = NormScale(config.hidden_size, **kinds)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = NormScale(config.hidden_size, **kinds)
         self.mlp = Mlp(config, rngs=rngs)
+        self.eps = config.rms_norm_eps
+
+    def __call__(
+        self,
+        normed: jax.Array,
+        stream: jax.Array,
+        rope_rows: tuple[jax.Array, jax.Array],
+        cache: LayerCache,
+        batch: Any,
+        ops: TransformerOps,
+    ) -> tuple[jax.Array, jax.Array, LayerCache]:
+        """normed, stream [T, D] -> what the next norm adds, the stream, the layer's cache."""
+        count, scale = batch.num_tokens, self.mlp_norm.cast_scale()
+        pending, cache = self.attention(normed, rope_rows, cache, batch, ops)
+        normed, stream = ops.add_rms_norm(pending, stream, scale, eps=self.eps, num_rows=count)
+        return self.mlp(normed, count, ops), stream, cache
 
 
 class Transformer(nnx.Module):
     """Llama, SmolLM2, Mistral, Qwen2 and Qwen3, as the config says."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        kinds = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        kinds: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         self.config = config
         self.embed = Embedding(config, rngs=rngs)
         self.rope = Rope(config)
@@ -46,6 +62,8 @@ class Transformer(nnx.Module):
         batch: Any,
         cache: Sequence[LayerCache],
         ops: TransformerOps,
+        *,
+        scan_layers: bool = False,
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """One forward pass over T tokens of any requests.
 
@@ -54,6 +72,8 @@ class Transformer(nnx.Module):
           batch: a `RaggedBatch`: where each token belongs.
           cache: one opaque cache a layer.
           ops: what to compute with.
+          scan_layers: compile the second and later blocks once, as a loop over a stacked copy of
+            their parameters; schedule. For trainers: a differentiated program is large.
 
         Returns:
           Final normed hidden states [T, D] and the caches, this batch's keys stored in them.
@@ -64,19 +84,26 @@ class Transformer(nnx.Module):
         eps, count = self.config.rms_norm_eps, batch.num_tokens
         rope_rows = self.rope.rows(batch.positions)
         stream = self.embed(tokens, count)
-        pending = None
-        new_cache = []
-        for block, layer_cache in zip(self.layers, cache, strict=True):
+        scale = self.layers[0].attn_norm.cast_scale()
+        normed = ops.rms_norm(stream, scale, eps=eps, num_rows=count)
+        pending, stream, first = self.layers[0](normed, stream, rope_rows, cache[0], batch, ops)
+        state, rest = (pending, stream), cache[1:]
+
+        def step(state: Any, block: Block, layer_cache: LayerCache) -> tuple[Any, LayerCache]:
+            pending, stream = state
             scale = block.attn_norm.cast_scale()
-            if pending is None:
-                normed = ops.rms_norm(stream, scale, eps=eps, num_rows=count)
-            else:
-                normed, stream = ops.add_rms_norm(pending, stream, scale, eps=eps, num_rows=count)
-            pending, layer_cache = block.attention(normed, rope_rows, layer_cache, batch, ops)
-            scale = block.mlp_norm.cast_scale()
             normed, stream = ops.add_rms_norm(pending, stream, scale, eps=eps, num_rows=count)
-            pending = block.mlp(normed, count, ops)
-            new_cache.append(layer_cache)
+            pending, stream, layer_cache = block(normed, stream, rope_rows, layer_cache, batch, ops)
+            return (pending, stream), layer_cache
+
+        if scan_layers and len(rest) > 1:
+            state, new_cache = _scan(step, state, self.layers[1:], rest)
+        else:
+            new_cache = []
+            for block, layer_cache in zip(self.layers[1:], rest, strict=True):
+                state, layer_cache = step(state, block, layer_cache)
+                new_cache.append(layer_cache)
+        (pending, stream), new_cache = state, [first, *new_cache]
         scale = self.final_norm.cast_scale()
         normed, _ = ops.add_rms_norm(pending, stream, scale, eps=eps, num_rows=count)
         return normed, tuple(new_cache)
@@ -87,6 +114,21 @@ class Transformer(nnx.Module):
         """hidden [R, D] -> float32 [R, V], the accumulators unrounded."""
         head = self.embed if self.lm_head is None else self.lm_head
         return ops.matmul(hidden, head.cast_weight(), num_rows=num_rows, out_dtype="float32")
+
+
+def _scan(
+    step: Callable[..., Any], state: Any, blocks: Sequence[Block], caches: Sequence[LayerCache]
+) -> tuple[Any, list[LayerCache]]:
+    """The blocks one after the other, as one loop over stacked parameters and caches."""
+    graphs, params = zip(*(nnx.split(block) for block in blocks), strict=True)
+
+    def body(state: Any, layer: tuple[Any, LayerCache]) -> tuple[Any, LayerCache]:
+        return step(state, nnx.merge(graphs[0], layer[0]), layer[1])
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    stacked_caches = jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+    state, new = jax.lax.scan(body, state, (stacked, stacked_caches))
+    return state, [jax.tree.map(lambda a, i=i: a[i], new) for i in range(len(blocks))]
 
 
 def parameter_names(model: Transformer) -> dict[str, tuple[int, ...]]:
