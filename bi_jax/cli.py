@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .certify_command import add_certify_arguments, run_certify
 from .generate_command import add_generate_arguments, run_generate
 
 
@@ -21,15 +22,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_generate_arguments(generate)
+    generate.set_defaults(run=run_generate)
+    certify = commands.add_parser(
+        "certify",
+        help="run the invariance battery on this machine and write a certificate",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_certify_arguments(certify)
+    certify.set_defaults(run=run_certify)
     arguments = parser.parse_args(argv)
     try:
-        return run_generate(arguments)
+        return arguments.run(arguments)
+    except BrokenPipeError:  # an OSError, but nobody is left to read a sentence
+        return 1
     except (ValueError, NotImplementedError, OSError) as error:
         sys.stdout.flush()
         print(f"error: {_sentence(error)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

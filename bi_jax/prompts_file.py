@@ -78,7 +78,8 @@ def _from_json(path: Path, number: int, line: str) -> PromptLine:
     if given[0] != "prompt" and (not isinstance(value, list) or not value):
         raise ValueError(f"{where}: {given[0]} must be a list that is not empty")
     overrides = {key: record[key] for key in record if key in _PARAM_KEYS}
-    prompt = PromptLine(**{given[0]: value}, overrides=overrides)
+    known: dict[str, Any] = {given[0]: value}
+    prompt = PromptLine(**known, overrides=overrides)
     try:
         prompt.params(SamplingParams())
     except ValueError as error:

@@ -245,10 +245,11 @@ def _top_bucket(rows: Sequence[LogitRow], vocab_size: int) -> int:
 
 
 def _ragged(arrays: TokenArrays) -> RaggedBatch:
+    host: Any = arrays  # NumPy arrays: the jitted step takes them as they are
     return RaggedBatch(
-        positions=arrays.positions,
-        request=arrays.request,
-        query_start=arrays.query_start,
-        page_table=arrays.page_table,
-        num_tokens=arrays.num_tokens,
+        positions=host.positions,
+        request=host.request,
+        query_start=host.query_start,
+        page_table=host.page_table,
+        num_tokens=host.num_tokens,
     )

@@ -174,7 +174,7 @@ def _flat_logprobs(
 ) -> jax.Array:
     """float32 [N]: row i scores `layout.target[i]`; rows without a target hold anything."""
     model = nnx.merge(call.graph, params, rest)
-    pages = pages_for(*shape, call.max_segments)
+    pages = pages_for(shape[0], shape[1], call.max_segments)
     cache = make_cache(call.config, num_pages=pages, page_size=PAGE_SIZE)
     hidden, _ = model(layout.tokens, layout.batch, cache, call.ops, scan_layers=call.scan_layers)
     count, num_tokens = hidden.shape[0], layout.batch.num_tokens

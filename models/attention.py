@@ -15,7 +15,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
-        kinds = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        kinds: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         heads = (config.num_kv_heads, config.queries_per_kv + 2, config.head_dim)
         self.qkv = Linear(
             (*heads, config.hidden_size),

@@ -1,5 +1,7 @@
 """The feed-forward sublayer."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -12,7 +14,7 @@ class Mlp(nnx.Module):
     """silu(x gate^T) * (x up^T), then down."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        kinds = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        kinds: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         width, depth = config.intermediate_size, config.hidden_size
         self.gate_up = Linear((2, width, depth), rngs=rngs, **kinds)
         self.down = Linear((depth, width), rngs=rngs, **kinds)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax._src import dispatch
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -58,7 +59,7 @@ def define_op(
     def abstract_eval(*avals: Any, backend: str, **params: Any) -> list[Any]:
         del backend
         outs = out_avals(*avals, **params)
-        return [jax.core.ShapedArray(out.shape, out.dtype) for out in outs]
+        return [ShapedArray(out.shape, out.dtype) for out in outs]
 
     def lower(ctx: Any, *operands: Any, backend: str, **params: Any) -> Any:
         for platform in ctx.module_context.platforms:

@@ -47,9 +47,10 @@ def attention_reference(
             seen = where <= position
             if window is not None:
                 seen &= where > position - window
-            inputs = (heads, read_block(k_pages, table, j, block))
-            inputs += (read_block(v_pages, table, j, block), seen)
-            return update(state, *lax.optimization_barrier(inputs), scale)
+            keys = read_block(k_pages, table, j, block)
+            values = read_block(v_pages, table, j, block)
+            q, k, v, s = lax.optimization_barrier((heads, keys, values, seen))
+            return update(state, q, k, v, s, scale)
 
         start = (
             jnp.full(heads.shape[:2], -jnp.inf, jnp.float32),
