@@ -53,21 +53,40 @@ def tiles_of(m: int, n: int, parts: int) -> list[tuple[int, int]]:
 
 
 def candidates(m: int, n: int, k: int, parts: int, several: bool) -> list[Schedule]:
-    new = functools.partial(normal_schedule, parts=parts, k=k)
     if m <= 64:
-        even = cdiv(cdiv(n * parts, SMS), 16 * parts) * 16
-        narrow = even * parts <= 64
-        if narrow:
-            found = [new(64, even, tile_k=128, cluster_n=2), new(64, even, tile_k=128)]
-        elif even * parts <= 256:
-            found = [new(64, 128 // parts, tile_k=128, cluster_n=2), new(64, even)]
-        else:
-            found = [new(64, 64, tile_k=128, cluster_n=2), new(64, 128, tile_k=128)]
-        if m <= 8 and parts == 1:
-            swapped = Schedule(tile_m=8, tile_n=64, tile_k=256, stages=6, swap=True, split="n")
-            found.append(swapped)
-        return found if several else found[:1]
+        found = few_rows(m, n, k, parts)
+    elif m <= 320:
+        found = some_rows(m, n, k, parts)
+    else:
+        found = many_rows(m, n, k, parts)
+    return list(dict.fromkeys(found)) if several else found[:1]
+
+
+def few_rows(m: int, n: int, k: int, parts: int) -> list[Schedule]:
+    """One read of the weights: an equal share for every SM, or 64 columns of swapped operands."""
+    new = functools.partial(normal_schedule, parts=parts, k=k)
+    even = cdiv(cdiv(n * parts, SMS), 16 * parts) * 16
+    if even * parts <= 64:
+        found = [new(64, even, tile_k=128, cluster_n=2), new(64, even, tile_k=128)]
+    elif even * parts <= 256:
+        found = [new(64, 128 // parts, tile_k=128, cluster_n=2), new(64, even)]
+    else:
+        found = [new(64, 64, tile_k=128, cluster_n=2), new(64, 128, tile_k=128)]
+    if parts == 1:
+        tile_k = 256 if m <= 16 else 128
+        found.append(Schedule(tile_m=m, tile_n=64, tile_k=tile_k, swap=True, split="n"))
+    return found
+
+
+def some_rows(m: int, n: int, k: int, parts: int) -> list[Schedule]:
+    new = functools.partial(normal_schedule, parts=parts, k=k)
     found = [new(tile_m, tile_n // parts) for tile_m, tile_n in tiles_of(m, n, parts)]
+    if m > 256 and parts == 1:  # rows that fill no tile of 64: swapped, tiles are multiples of 8
+        half = cdiv(m, 16) * 8
+        for tile_n, warpgroups in ((64, 1), (128, 2), (192, 3), (256, 2)):
+            swapped = functools.partial(Schedule, tile_m=half, swap=True, split="n")
+            found.append(swapped(tile_n=tile_n, warpgroups=warpgroups))
+        return found
     if m <= 128:
         narrow = [t for t in found if t.tile_m == 64 and t.tile_n <= 96]
         found = [new(64, t.tile_n, tile_k=128) for t in narrow] + found
@@ -75,12 +94,18 @@ def candidates(m: int, n: int, k: int, parts: int, several: bool) -> list[Schedu
             found = [new(128, 128, cluster_n=2), *found]
         elif n > 8192:
             found.append(new(64, 224 // parts, cluster_m=2))
-    elif m <= 256 and 8192 < n <= 32768:
+    elif 8192 < n <= 32768:
         found.append(new(256, 112 // parts))
-    if m >= 4096:
-        width = min(32, cdiv(m, found[0].tile_m))
-        found.append(new(found[0].tile_m, found[0].tile_n, raster_width=width))
-    return list(dict.fromkeys(found)) if several else found[:1]
+    return found
+
+
+def many_rows(m: int, n: int, k: int, parts: int) -> list[Schedule]:
+    new = functools.partial(normal_schedule, parts=parts, k=k)
+    found = [new(tile_m, tile_n // parts) for tile_m, tile_n in tiles_of(m, n, parts)]
+    if m >= 1024:
+        found.append(new(128, 192 // parts, split="turns"))
+        found.append(new(256, 192 // parts, out_slots=3))
+    return found
 
 
 def tuning_programs() -> list[bench.Program]:
@@ -95,8 +120,7 @@ def tuning_programs() -> list[bench.Program]:
             new = functools.partial(bench.Program, kind=kind, shape=name, n=n, k=k, out=out)
             for m in rows:
                 rows_here = bench.bucket(m)
-                several = rows_here in BUCKETS and not name.startswith("qwen")
-                several = several and not 8 < rows_here < 64 and kind == "matmul"
+                several = rows_here in (*BUCKETS, 264)
                 for s in candidates(rows_here, n, k, parts, several):
                     if out == "float32" and s.swap:
                         continue
