@@ -1,8 +1,8 @@
 """Scalar arithmetic of the Hopper attention kernel with every multiply-add spelled out.
 
 Mosaic lets the compiler contract a * b + c, and whether it does can depend on the code around it.
-So the places where a product meets a sum call `fused_multiply_add`; nowhere else does a product feed
-a sum.
+So the places where a product meets a sum call `fused_multiply_add`; nowhere else does a product
+feed a sum.
 """
 
 import math
@@ -23,7 +23,7 @@ TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-def fused_multiply_add(a, b, c, *, layout, interpret: bool):
+def fused_multiply_add(a, b, c, *, layout, interpret: object):
     """a * b + c rounded once, on float32 arrays of one shape; `a` or `b` may be a Python float.
 
     The interpret mode cannot inline Mosaic code and rounds twice; it promises no GPU bits.
@@ -69,7 +69,7 @@ def rows_to_tile(x, width: int):
     return jax.lax.broadcast_in_dim(x, (x.shape[0], width), [0])
 
 
-def store_plain(ref, x, *, interpret: bool):
+def store_plain(ref, x, *, interpret: object):
     """Stores a tile in registers to a shared-memory ref with plain rows, bank conflicts and all."""
     if interpret:
         ref[...] = x

@@ -26,10 +26,11 @@ class Problem:
     head_dim: int
     page_size: int
     dtype: Any
+    out_dtype: Any
     scale: float
     window: int | None
     kv_block: int
-    interpret: bool
+    interpret: plgpu.InterpretGPUParams | None
 
     @property
     def log2_scale(self) -> float:
@@ -50,6 +51,11 @@ class Problem:
         """Query tokens of one warpgroup."""
         return warpgroup_tokens(self.group)
 
+    @property
+    def stores_tiles(self) -> bool:
+        """Whole tiles leave in one copy a head; float32 outputs, for proofs, find no room."""
+        return self.out_dtype == self.dtype
+
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
@@ -61,7 +67,7 @@ class Cta:
 
     @property
     def takes_turns(self) -> bool:
-        """Two warpgroups use the tensor cores by turns: one multiplies under the other's softmax."""
+        """Two warpgroups start their products by turns, each under the other's softmax."""
         return self.schedule.consumers > 1 and self.schedule.overlap == "turns"
 
 
@@ -74,7 +80,7 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         q_smem=plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled),
         k_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
         v_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
-        o_smem=plgpu.SMEM((wgs, rows, dim), dtype),  # plain rows: tokens leave from here one by one
+        o_smem=plgpu.SMEM((wgs, rows, dim), problem.out_dtype),  # plain rows, for single tokens
         lse_smem=plgpu.SMEM((wgs, rows), jnp.float32),
         q_loaded=plgpu.Barrier(num_arrivals=problem.group, num_barriers=wgs),
         q_consumed=plgpu.Barrier(num_arrivals=wgs),
@@ -85,7 +91,7 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         turn=plgpu.Barrier(num_barriers=2),  # of warpgroup 0, of warpgroup 1
         tail_zeroed=plgpu.Barrier(num_arrivals=wgs),
     )
-    if wgs > 1:  # a whole tile leaves in one copy a head; decode has only partial ones
+    if wgs > 1 and problem.stores_tiles:  # decode has only partial tiles
         scratch["o_tile_smem"] = plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled)
     if problem.interpret:
         scratch["p_smem"] = plgpu.SMEM((wgs, rows, block), dtype)
@@ -94,7 +100,7 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
 
 def shared_bytes(problem: Problem, schedule: Schedule) -> int:
     """Shared memory that `scratch_types` asks for, barriers and alignment excluded."""
-    compiled = dataclasses.replace(problem, interpret=False)
+    compiled = dataclasses.replace(problem, interpret=None)
     refs = scratch_types(compiled, schedule).values()
     avals = [ref.get_array_aval() for ref in refs if not isinstance(ref, plgpu.Barrier)]
     return sum(aval.size * aval.dtype.itemsize for aval in avals)

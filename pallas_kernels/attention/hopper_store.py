@@ -42,7 +42,7 @@ def store_rows(outs, item: Item, wg, o, lse, cta: Cta):
                 target = o_gmem.at[first + t, item.head, g]
                 plgpu.copy_smem_to_gmem(staged.at[g * tokens + t], target)
 
-    if cta.schedule.consumers > 1:
+    if cta.schedule.consumers > 1 and cta.problem.stores_tiles:
         whole = end - begin == tokens
         pl.when(whole)(store_tile)
         pl.when(jnp.logical_not(whole))(store_tokens)

@@ -28,6 +28,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from ..ragged import RaggedBatch
 from . import hopper_work as work
@@ -55,7 +56,8 @@ from .hopper_problem import (
     shared_bytes,
 )
 from .hopper_store import store_rows
-from .schedule import SHARED_BYTES, WARPGROUP_ROWS, Schedule, warpgroup_tokens
+from .schedule import SHARED_BYTES, WARPGROUP_ROWS, Schedule, schedule_for, warpgroup_tokens
+from .topology import AttentionTopology
 
 CONSUMER_REGISTERS = 232  # two consumer warpgroups and a loader share 65,536 registers
 LOADER_REGISTERS = 40
@@ -136,7 +138,7 @@ def compute_items(refs, outs, cta: Cta):
     def compute_item(turn, step):
         item = read_item(tiles_gmem, turn, cta)
         (acc, m, total), step = attend_item(item, step, wg, cta)
-        o = (acc * rows_to_tile(1.0 / total, cta.problem.head_dim)).astype(cta.problem.dtype)
+        o = (acc * rows_to_tile(1.0 / total, cta.problem.head_dim)).astype(cta.problem.out_dtype)
         store_rows(outs, item, wg, o, (m + jnp.log2(total)) * LN_2, cta)
         return step
 
@@ -168,7 +170,7 @@ def launch(q, k_pages, v_pages, tiles, count, page_table, problem: Problem, sche
 
     lse_shape = (tiles.shape[0], problem.kv_heads, schedule.consumers, WARPGROUP_ROWS)
     out_type = (
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct(q.shape, problem.out_dtype),
         jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     )
     return plgpu.kernel(
@@ -180,12 +182,12 @@ def launch(q, k_pages, v_pages, tiles, count, page_table, problem: Problem, sche
         grid_names=("cta",),
         num_threads=schedule.consumers + 1,
         thread_name="wg",
-        interpret=plgpu.InterpretGPUParams() if problem.interpret else None,
+        interpret=problem.interpret,
     )(q, k_pages, v_pages, tiles, count, page_table)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("scale", "window", "kv_block", "schedule", "interpret")
+    jax.jit, static_argnames=("scale", "window", "kv_block", "schedule", "out_dtype", "interpret")
 )
 def attention_hopper(
     q: jax.Array,
@@ -197,7 +199,8 @@ def attention_hopper(
     window: int | None,
     kv_block: int,
     schedule: Schedule,
-    interpret: bool = False,
+    out_dtype: DTypeLike | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends each query token to its request's paged keys, on a Hopper GPU.
 
@@ -209,10 +212,11 @@ def attention_hopper(
       window: keys a query sees, itself included; None for all.
       kv_block: keys a block (topology).
       schedule: who computes which rows; cannot change a bit.
+      out_dtype: q's dtype, or float32 for proofs: o before its last rounding.
       interpret: run in the GPU interpret mode, for tests; it does not give the GPU's bits.
 
     Returns:
-      o [T, Nkv, G, Dh] in q's dtype, and the log-sum-exp of the scaled scores, float32
+      o [T, Nkv, G, Dh] in out_dtype, and the log-sum-exp of the scaled scores, float32
       [T, Nkv, G]. Rows from num_tokens on are undefined.
 
     Raises:
@@ -232,6 +236,7 @@ def attention_hopper(
         head_dim=head_dim,
         page_size=k_pages.shape[2],
         dtype=jnp.dtype(q.dtype),
+        out_dtype=jnp.dtype(out_dtype or q.dtype),
         scale=float(scale),
         window=window,
         kv_block=kv_block,
@@ -246,6 +251,45 @@ def attention_hopper(
         q = jnp.pad(q, ((0, padded - tokens), (0, 0), (0, 0), (0, 0)))
     o, lse_tiles = launch(q, k_pages, v_pages, tiles, count, batch.page_table, problem, schedule)
     return o[:tokens], _untile_lse(lse_tiles, tiles, tokens, group)
+
+
+def attention_hopper_op(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    positions: jax.Array,
+    request: jax.Array,
+    query_start: jax.Array,
+    page_table: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    topology: AttentionTopology,
+) -> tuple[jax.Array, jax.Array]:
+    """`attention_hopper` as an implementation of the attention primitive, schedule by the table."""
+    if topology.kv_split is not None:
+        raise NotImplementedError(
+            f"Hopper attention runs kv_split=None so far, got kv_split={topology.kv_split}"
+        )
+    batch = RaggedBatch(
+        positions=positions,
+        request=request,
+        query_start=query_start,
+        page_table=page_table,
+        num_tokens=num_tokens,
+    )
+    schedule = schedule_for(tokens=q.shape[0], requests=page_table.shape[0], head_dim=q.shape[3])
+    return attention_hopper(
+        q,
+        k_pages,
+        v_pages,
+        batch,
+        scale=scale,
+        window=window,
+        kv_block=topology.kv_block,
+        schedule=schedule,
+    )
 
 
 def _untile_lse(lse_tiles: jax.Array, tiles: jax.Array, tokens: int, group: int) -> jax.Array:

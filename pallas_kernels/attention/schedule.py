@@ -8,6 +8,7 @@ row, and when.
 import dataclasses
 
 WARPGROUP_ROWS = 64  # query rows of one consumer warpgroup: the m of the wgmma instruction
+LONG = 16_384  # query tokens a request from which "scores" beat "turns" on an H200
 SHARED_BYTES = 232_448  # shared memory that one CTA may use on sm90
 
 
@@ -58,4 +59,5 @@ def schedule_for(*, tokens: int, requests: int, head_dim: int, ctas: int = 132) 
     if tokens <= 2 * requests:  # decode: a tile holds a token or two, a second warpgroup would idle
         stages = 3 if head_dim == 128 else 6
         return Schedule(consumers=1, stages=stages, overlap="scores", ctas=ctas)
-    return Schedule(consumers=2, stages=2 if head_dim == 128 else 4, ctas=ctas)
+    overlap = "scores" if tokens >= LONG * requests else "turns"
+    return Schedule(consumers=2, stages=2 if head_dim == 128 else 4, overlap=overlap, ctas=ctas)

@@ -7,13 +7,17 @@ bits, and it accepts what does not compile, hence the lowering tests.
 import dataclasses
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
+from bi_jax.pallas_kernels.attention import hopper_block
 from bi_jax.pallas_kernels.attention import hopper_work as work
-from bi_jax.pallas_kernels.attention.kernel_hopper import attention_hopper
+from bi_jax.pallas_kernels.attention.kernel_hopper import attention_hopper, attention_hopper_op
 from bi_jax.pallas_kernels.attention.schedule import Schedule, schedule_for, warpgroup_tokens
+from bi_jax.pallas_kernels.attention.topology import AttentionTopology
 from bi_jax.pallas_kernels.ragged import RaggedBatch
 
 SCALE = 0.088
@@ -89,12 +93,19 @@ def expected(q, k, v, batch: RaggedBatch, window: int | None) -> tuple[np.ndarra
     return o, lse
 
 
-def interpreted(step: Step, schedule: Schedule, *, window: int | None = None, kv_block: int = 128):
+def interpreted(
+    step: Step,
+    schedule: Schedule,
+    *,
+    window: int | None = None,
+    kv_block: int = 128,
+    interpret=plgpu.InterpretGPUParams(),  # noqa: B008
+):
     batch = step.batch()
     q, k, v = step.arrays(batch)
     o, lse = attention_hopper(
         q, k, v, batch, scale=SCALE, window=window, kv_block=kv_block, schedule=schedule,
-        interpret=True,
+        interpret=interpret,
     )  # fmt: skip
     tokens = int(batch.num_tokens)
     return (np.asarray(o)[:tokens], np.asarray(lse)[:tokens]), expected(q, k, v, batch, window)
@@ -113,16 +124,42 @@ MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
     ("step", "schedule", "window"),
     [
         (MIXED, Schedule(consumers=2, ctas=2), None),
+        pytest.param(MIXED, Schedule(overlap="scores"), None, marks=pytest.mark.slow),
         pytest.param(MIXED, Schedule(consumers=1, ctas=3), 100, marks=pytest.mark.slow),
         (Step(queries=(1, 1), contexts=(130, 64), rows=2, group=3, dtype="float16"),
          Schedule(consumers=1, stages=3, ctas=1), None),
         pytest.param(Step(queries=(1, 18), contexts=(129, 18), rows=24, group=8, page=128),
                      Schedule(consumers=2, ctas=1), None, marks=pytest.mark.slow),
     ],
-    ids=["two_warpgroups", "window", "decode_group_3", "page_of_128"],
+    ids=["two_warpgroups", "overlap_scores", "window", "decode_group_3", "page_of_128"],
 )  # fmt: skip
 def test_interpreted_kernel_attends(step, schedule, window):
     check(*interpreted(step, schedule, window=window))
+
+
+def has_races(overlap: str) -> bool:
+    attention_hopper.clear_cache()
+    step = Step(queries=(20, 1), contexts=(150, 129), rows=24)
+    watch = plgpu.InterpretGPUParams(detect_races=True)
+    check(*interpreted(step, Schedule(overlap=overlap, ctas=1), interpret=watch))
+    return interpreter.get_races().races_found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["turns", "scores"])
+def test_no_races(overlap):
+    assert not has_races(overlap)
+
+
+@pytest.mark.slow
+def test_a_race_is_found(monkeypatch):
+    """Control: both warpgroups zero the values' tail, and neither waits for the other."""
+
+    def zero_without_waiting(context, block, slot, _, cta):
+        hopper_block.zero_tail(cta.memory.v_smem.at[slot], context - block * 128)
+
+    monkeypatch.setattr(hopper_block, "zero_values_behind", zero_without_waiting)
+    assert has_races("scores")
 
 
 def test_the_check_notices_a_wrong_window():
@@ -146,7 +183,8 @@ MORE_SHAPES = [  # Qwen2.5 7B, Llama 2 7B, and groups of 2, 5, 6 and 8
 ]  # fmt: skip
 
 
-def lowered(tokens, requests, shape, *, dtype="bfloat16", page=64, window=None, schedule=None):
+def lowered(tokens, requests, shape, *, dtype="bfloat16", page=64, **options):
+    """The program with the kernel in it, lowered on this machine for a Hopper GPU."""
     kv_heads, group, head_dim = shape
     ints = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)  # noqa: E731
     batch = RaggedBatch(
@@ -155,12 +193,11 @@ def lowered(tokens, requests, shape, *, dtype="bfloat16", page=64, window=None, 
     )  # fmt: skip
     q = jax.ShapeDtypeStruct((tokens, kv_heads, group, head_dim), dtype)
     pages = jax.ShapeDtypeStruct((40, kv_heads, page, head_dim), dtype)
-    schedule = schedule or schedule_for(tokens=tokens, requests=requests, head_dim=head_dim)
+    schedule = schedule_for(tokens=tokens, requests=requests, head_dim=head_dim)
+    options = dict(scale=SCALE, window=None, kv_block=128, schedule=schedule) | options
 
     def call(q, k, v, batch):
-        return attention_hopper(
-            q, k, v, batch, scale=SCALE, window=window, kv_block=128, schedule=schedule
-        )
+        return attention_hopper(q, k, v, batch, **options)
 
     program = jax.jit(call).trace(q, pages, pages, batch).lower(lowering_platforms=("cuda",))
     return program.as_text()
@@ -180,10 +217,10 @@ def test_lowers_for_sm90(shape, tokens, requests):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(page=16),
-        dict(page=256),
-        dict(window=100),
-        dict(schedule=Schedule(consumers=1, stages=2)),
+        dict(window=100, page=256),
+        dict(schedule=Schedule(overlap="scores"), out_dtype="float32"),
+        pytest.param(dict(page=16), marks=pytest.mark.slow),
+        pytest.param(dict(schedule=Schedule(consumers=1), kv_block=64), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -191,9 +228,17 @@ def test_lowers_for_sm90_with(options):
     assert "@mosaic_gpu" in lowered(72, 3, (2, 4, 128), **options)
 
 
-def test_one_row_and_odd_rows_lower():
-    for tokens in (1, 3, 33):
-        assert "@mosaic_gpu" in lowered(tokens, tokens, (2, 4, 128))
+def test_rows_that_are_no_multiple_of_the_tile_lower():
+    assert "@mosaic_gpu" in lowered(3, 3, (2, 4, 128))
+
+
+def test_the_op_refuses_a_split_by_name():
+    topology = AttentionTopology(kv_block=128, kv_split=256)
+    nothing = jnp.zeros((8, 1, 1, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="kv_split=256"):
+        attention_hopper_op(
+            nothing, nothing, nothing, *5 * (nothing,), scale=1.0, window=None, topology=topology
+        )
 
 
 @pytest.mark.parametrize(
@@ -204,6 +249,7 @@ def test_one_row_and_odd_rows_lower():
         (dict(shape=(2, 9, 128)), NotImplementedError, "1 to 8"),
         (dict(page=12), NotImplementedError, "page_size=12"),
         (dict(schedule=Schedule(stages=4)), ValueError, "shared memory"),
+        (dict(scale=0.0), ValueError, "scale=0.0"),
     ],
     ids=str,
 )
