@@ -19,7 +19,7 @@ help:
 	@echo "make lint         ruff and pyright"
 	@echo "make format       ruff, repairing what it can"
 	@echo "make gpu          install the GPU libraries"
-	@echo "make readme-tree  print the tree for the README"
+	@echo "make readme-tree  print the tree for the README (ARGS=--write puts it in)"
 	@echo "make lock         resolve requirements/ again"
 
 setup:
@@ -51,7 +51,7 @@ format: setup
 	$(PY) -m ruff format .
 
 readme-tree: setup
-	@$(PY) scripts/readme_tree.py
+	@$(PY) scripts/readme_tree.py $(ARGS)
 
 lock: setup
 	$(PY) scripts/lock.py

@@ -1,18 +1,25 @@
-"""Prints the tree for the README: one line a file, from the first lines of the docstrings."""
+"""Prints the tree for the README, one line a file, from the first lines of the docstrings.
+
+With --write it goes into README.md, into the fenced block under the mark.
+"""
 
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("bi_jax", "models", "pallas_kernels")
 # Folders whose files are listed one by one; of others the README names the folder only.
 LISTED = (*PACKAGES, "scripts", "docs")
+LISTED_SUFFIXES = (".py", ".sh", ".md")
+MARK = "<!-- tree -->"
 # What a docstring cannot say for itself.
 TEXTS = {
     "tests/": "mirrors the packages; tests/fixtures holds small checkpoints",
     "docs/": "longer texts",
+    "docs/benchmarks/": "figures measured on the chip, and their plots",
     "scripts/": "commands to run",
     "requirements/": "the complete locks: CPU and tools, and what a GPU adds",
     "pyproject.toml": "the distribution bi-jax, its extras and the settings of the tools",
@@ -42,8 +49,14 @@ def entries() -> list[str]:
         found.update("/".join(parts[:i]) + "/" for i in range(1, len(parts)))
         if parts[-1] != "__init__.py":
             found.add(name)
-    kept = [e for e in found if e.split("/")[0] in LISTED or e.count("/") == int(e.endswith("/"))]
+    kept = [entry for entry in found if _has_a_line(entry)]
     return sorted(kept, key=_order)
+
+
+def _has_a_line(entry: str) -> bool:
+    if entry.rstrip("/").count("/") == 0:
+        return True
+    return entry.split("/")[0] in LISTED and entry.endswith(("/", *LISTED_SUFFIXES))
 
 
 def _order(entry: str) -> tuple:
@@ -85,6 +98,17 @@ def tree() -> str:
     return "\n".join(lines)
 
 
+def write() -> None:
+    """Puts the tree into README.md."""
+    readme = ROOT / "README.md"
+    before, mark, after = readme.read_text().partition(MARK)
+    opening, _, rest = after.partition("```")
+    _, closing, end = rest.partition("```")
+    if not mark or not closing:
+        raise SystemExit(f"README.md needs {MARK} and a fenced block under it")
+    readme.write_text(f"{before}{mark}{opening}```\n{tree()}\n```{end}")
+
+
 def parse(block: str) -> dict[str, str]:
     """A printed tree back to {entry: description}. Raises ValueError for a repeated entry."""
     found, folders = {}, []
@@ -102,4 +126,7 @@ def parse(block: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(tree())
+    if sys.argv[1:] == ["--write"]:
+        write()
+    else:
+        print(tree())

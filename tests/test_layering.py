@@ -14,17 +14,24 @@ LAYERS = ("bi_jax.pallas_kernels", "bi_jax.models", "bi_jax")
 # here may stand anywhere as long as there is no circle.
 ORDER = {
     "bi_jax.pallas_kernels": (
-        *("device", "contracts", "ragged", "primitive", "fixed_rows", "online_softmax"),
-        *("elementwise", "rope", "rms_norm", "matmul", "attention", "log_softmax", "sampling"),
+        *("contracts", "ragged", "rounding", "primitive", "differentiable"),
+        *("fixed_rows", "lanes", "lanes_backward", "row_sums", "float_order", "vocab_blocks"),
+        *("embedding", "matmul", "rms_norm", "rope", "attention", "log_softmax", "sampling"),
     ),
     "bi_jax.models": (
-        *("config", "rope", "axes", "ops", "layers", "mlp", "attention", "transformer"),
-        "checkpoint",
+        *("axes", "cast", "config", "rope", "ops", "layers", "mlp", "attention", "transformer"),
+        *("families", "checkpoint"),
     ),
     "bi_jax": (
-        *("flags", "request", "config", "page_pool", "scheduler", "kv_cache", "collectives"),
-        *("sharding", "versions", "identity", "audit", "testing", "ops", "token_logprobs"),
-        *("sampling", "runner", "engine", "scoring", "certify", "cli"),
+        *("flag_table", "flags", "versions", "identity", "config"),
+        *("sampling_params", "request", "page_pool", "prefix_cache", "scheduler", "metrics"),
+        *("batch", "tokenizer_parts", "chat", "tokenizer_gguf", "tokenizer_folder", "tokenizer"),
+        *("detokenize", "stop", "kv_cache", "ops", "stock_ops", "sampling"),
+        *("audit_rules", "audit_report", "audit_hlo", "audit_jaxpr", "audit", "audited"),
+        *("token_layout", "gradient_sum", "trainer_logprobs", "scoring"),
+        *("runner", "active", "progress", "engine", "check", "battery"),
+        *("certificate", "certificate_page", "certify", "prompts_file", "output_file"),
+        *("generate_command", "certify_command", "cli"),
     ),
 }
 # Inside an op's folder.

@@ -26,9 +26,11 @@ def faults(block: str, entries: list[str]) -> list[str]:
 
 def test_the_tree_in_the_readme_is_true():
     found = blocks((ROOT / "README.md").read_text())
-    assert len(found) == 1, f"README.md needs one fenced tree under {START} (make readme-tree)"
+    assert len(found) == 1, (
+        f"README.md needs one fenced tree under {START} (make readme-tree ARGS=--write)"
+    )
     wrong = faults(found[0], readme_tree.entries())
-    assert not wrong, "make readme-tree prints the tree:\n" + "\n".join(wrong)
+    assert not wrong, "make readme-tree ARGS=--write makes the tree:\n" + "\n".join(wrong)
 
 
 def test_what_the_script_prints_is_accepted():
