@@ -382,10 +382,10 @@ class Engine:
             rows = self._logit_rows(plan)
             result = self.runner.run(plan, rows)
         except BaseException as error:
+            number = self._counters.steps + self._counters.failed_steps
             self._roll_back()
             if not isinstance(error, Exception):
                 raise  # the user interrupts; what was going on can still go on
-            number = self._counters.steps + self._counters.failed_steps
             raise StepFailed(number, self._requests_of(plan), error) from error
         drawn = self._take_results(plan, rows, result)
         self.scheduler.commit(plan, drawn)
