@@ -62,7 +62,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.dtype = config.dtype
         shape = (config.vocab_size, config.hidden_size)
-        init = nnx.initializers.normal(1.0)
+        init = nnx.initializers.normal(config.hidden_size**-0.5)
         self.embedding = nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
 
     def __call__(self, tokens: jax.Array, num_rows: jax.Array) -> jax.Array:

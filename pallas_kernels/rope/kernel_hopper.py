@@ -2,14 +2,16 @@
 
     (low, high) -> (low cos - high sin, high cos + low sin)    after the per-head RMS norm, if any
 
-A tile's 64 rows are heads of one token: for each KV head its G query heads, then k, then v; rows
-beyond them hold anything and are not stored. Order of additions of the norm: the tree over the
-columns of a wgmma tile, lower half plus upper half of the head; it follows Dh alone. The products
-of the rotation are rounded before they are added: no multiply-add is contracted.
+A tile's 64 rows are heads of one token: for each KV head its G query heads, then k, then v, each
+of the three at an aligned row; rows between and beyond them hold anything and are not stored.
+Order of additions of the norm: the tree over the columns of a wgmma tile, lower half plus upper
+half of the head; it follows Dh alone. The products of the rotation are rounded before they are
+added: no multiply-add is contracted.
 
 Grid: (token, group of KV heads).
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -23,26 +25,59 @@ from .topology import RopeTopology
 TILE = plgpu.Layout.WGMMA
 ROWS = 64  # heads a tile
 REDUCTION_SCRATCH_BYTES = 1024
+TMA_ALIGNMENT = 128  # bytes, of what TMA reads or writes in shared memory
 
 
-def kv_heads_a_tile(kv_heads: int, group: int) -> int:
-    """The most KV heads, as a divisor of all, whose G + 2 heads fit a tile."""
-    fitting = [c for c in range(1, kv_heads + 1) if kv_heads % c == 0 and c * (group + 2) <= ROWS]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """At which row of a KV head's part of the tile its k and v stand, and how long the part is."""
+
+    group: int
+    half: int
+
+    @property
+    def step(self) -> int:
+        """Rows of a half head, two bytes a value, between aligned places."""
+        return max(TMA_ALIGNMENT // (2 * self.half), 1)
+
+    @property
+    def k(self) -> int:
+        return -(-self.group // self.step) * self.step
+
+    @property
+    def v(self) -> int:
+        return self.k + self.step
+
+    @property
+    def total(self) -> int:
+        return self.v + self.step
+
+    @property
+    def dense(self) -> bool:
+        """Whether no row is left empty, so that the part is one piece of the input."""
+        return self.step == 1
+
+
+def kv_heads_a_tile(kv_heads: int, rows: Rows) -> int:
+    """The most KV heads, as a divisor of all, whose rows fit a tile; 0 if one does not fit."""
+    fitting = [c for c in range(1, kv_heads + 1) if kv_heads % c == 0 and c * rows.total <= ROWS]
     return max(fitting, default=0)
 
 
 def _body(*refs, group: int, tile_heads: int, eps: float, qk_norm: bool, interpret: bool):
     qkv_gmem, cos_gmem, sin_gmem, scales_gmem, *outs = refs[:7]
     halves_smem, trig_smem, scales_smem, out_smem, loaded = refs[7:]
-    rows, half = tile_heads * (group + 2), halves_smem.shape[-1]
+    half = halves_smem.shape[-1]
+    rows = Rows(group=group, half=half)
     dtype = halves_smem.dtype
     token, tile = lax.axis_index("token"), lax.axis_index("tile")
 
     def load_inputs():
-        heads = pl.ds(tile * rows, rows)
         for part in range(2):
-            target = halves_smem.at[part, pl.ds(0, rows)]
-            plgpu.copy_gmem_to_smem(qkv_gmem.at[token, heads, part], target, loaded)
+            for head, place, count in _pieces(rows, tile_heads):
+                heads = pl.ds(tile * tile_heads * (group + 2) + head, count)
+                target = halves_smem.at[part, pl.ds(place, count)]
+                plgpu.copy_gmem_to_smem(qkv_gmem.at[token, heads, part], target, loaded)
         plgpu.copy_gmem_to_smem(cos_gmem.at[token], trig_smem.at[0], loaded)
         plgpu.copy_gmem_to_smem(sin_gmem.at[token], trig_smem.at[1], loaded)
         if qk_norm:
@@ -83,8 +118,8 @@ def _body(*refs, group: int, tile_heads: int, eps: float, qk_norm: bool, interpr
 
     load_inputs()
     head = plgpu.broadcasted_iota(jnp.int32, (ROWS, half), 0, layout=TILE)
-    role = lax.rem(head, jnp.full_like(head, group + 2))
-    is_k, is_v = role == group, role == group + 1
+    role = lax.rem(head, jnp.full_like(head, rows.total))
+    is_k, is_v = role == rows.k, role == rows.v
     low, high = plain = heads_of(0), heads_of(1)
     if qk_norm:
         low, high = normed(low, high, is_k)
@@ -93,7 +128,20 @@ def _body(*refs, group: int, tile_heads: int, eps: float, qk_norm: bool, interpr
     for part in range(2):
         store(part, jnp.where(is_v, plain[part], turned[part]).astype(dtype))
     plgpu.commit_smem()
-    _write_heads(out_smem, outs, token, tile, group, tile_heads)
+    _write_heads(out_smem, outs, token, tile, rows, tile_heads)
+
+
+def _pieces(rows: Rows, tile_heads: int) -> list[tuple[int, int, int]]:
+    """(first head in the input, first row in the tile, how many) of each copy into the tile."""
+    heads = rows.group + 2
+    if rows.dense:
+        return [(0, 0, tile_heads * heads)]
+    parts = ((0, 0, rows.group), (rows.group, rows.k, 1), (rows.group + 1, rows.v, 1))
+    return [
+        (i * heads + head, i * rows.total + place, count)
+        for i in range(tile_heads)
+        for head, place, count in parts
+    ]
 
 
 def _rounded_sums(low, high, cos, sin, interpret: bool):
@@ -110,16 +158,18 @@ def _rounded_sums(low, high, cos, sin, interpret: bool):
     return a - b, c + d
 
 
-def _write_heads(out_smem, outs, token, tile, group: int, tile_heads: int):
+def _write_heads(out_smem, outs, token, tile, rows: Rows, tile_heads: int):
     """Each KV head's queries, key and value go to their own arrays, half by half."""
     q_gmem, k_gmem, v_gmem = outs
     for i in range(tile_heads):
-        first, head = i * (group + 2), tile * tile_heads + i
+        first, head = i * rows.total, tile * tile_heads + i
         for part in range(2):
             staged = out_smem.at[part]
-            plgpu.copy_smem_to_gmem(staged.at[pl.ds(first, group)], q_gmem.at[token, head, :, part])
-            plgpu.copy_smem_to_gmem(staged.at[first + group], k_gmem.at[token, head, part])
-            plgpu.copy_smem_to_gmem(staged.at[first + group + 1], v_gmem.at[token, head, part])
+            plgpu.copy_smem_to_gmem(
+                staged.at[pl.ds(first, rows.group)], q_gmem.at[token, head, :, part]
+            )
+            plgpu.copy_smem_to_gmem(staged.at[first + rows.k], k_gmem.at[token, head, part])
+            plgpu.copy_smem_to_gmem(staged.at[first + rows.v], v_gmem.at[token, head, part])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -149,11 +199,12 @@ def rope_hopper(
     """
     tokens, kv_heads, group_2, width = qkv.shape
     group, half = group_2 - 2, width // 2
-    tile_heads = kv_heads_a_tile(kv_heads, group)
+    rows = Rows(group=group, half=half)
+    tile_heads = kv_heads_a_tile(kv_heads, rows)
     if qkv.dtype not in (jnp.bfloat16, jnp.float16) or width not in (64, 128) or not tile_heads:
         raise NotImplementedError(
             "rope on Hopper takes bfloat16 or float16, head sizes 64 and 128 and groups up to "
-            f"{ROWS - 2}, got {qkv.dtype}, head size {width}, group {group}"
+            f"{ROWS - 4}, got {qkv.dtype}, head size {width}, group {group}"
         )
     dtype = qkv.dtype
     body = functools.partial(
@@ -165,6 +216,7 @@ def rope_hopper(
         interpret=interpret,
     )
     heads = jax.ShapeDtypeStruct((tokens, kv_heads, 2, half), dtype)
+    arrivals = 2 * len(_pieces(rows, tile_heads)) + (2 if scales is None else 3)
     q, k, v = plgpu.kernel(
         body,
         out_type=(
@@ -177,7 +229,7 @@ def rope_hopper(
             plgpu.SMEM((2, half), jnp.float32),
             plgpu.SMEM((2, 2, half), dtype),
             plgpu.SMEM((2, ROWS, half), dtype),
-            plgpu.Barrier(num_arrivals=4 if scales is None else 5),
+            plgpu.Barrier(num_arrivals=arrivals),
         ),
         grid=(tokens, kv_heads // tile_heads),
         grid_names=("token", "tile"),

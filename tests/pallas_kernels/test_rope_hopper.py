@@ -7,7 +7,7 @@ import pytest
 
 from bi_jax.pallas_kernels.primitive import REFERENCE
 from bi_jax.pallas_kernels.rope import rope
-from bi_jax.pallas_kernels.rope.kernel_hopper import kv_heads_a_tile, rope_hopper
+from bi_jax.pallas_kernels.rope.kernel_hopper import ROWS, Rows, kv_heads_a_tile, rope_hopper
 from bi_jax.testing import assert_same_bits, operands
 
 # (KV heads, group, head size) of Llama 3.1 8B and Qwen3, SmolLM2, and Llama 2 7B.
@@ -55,7 +55,21 @@ def test_it_lowers_for_sm90(shape, normed):
 
 
 def test_tiles_hold_whole_kv_heads():
-    assert [kv_heads_a_tile(n, g) for n, g, _ in SHAPES] == [8, 3, 16]
+    rows = [Rows(group=g, half=width // 2) for _, g, width in SHAPES]
+    assert [kv_heads_a_tile(n, r) for (n, _, _), r in zip(SHAPES, rows, strict=True)] == [8, 3, 16]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 7, 64), (4, 8, 64), (1, 1, 64)])
+def test_what_tma_touches_is_aligned(shape):
+    """Head size 64 has rows of 64 bytes: a copy that began at an odd one was a device fault."""
+    kv_heads, group, width = shape
+    rows = Rows(group=group, half=width // 2)
+    row_bytes = width // 2 * 2
+    tile_heads = kv_heads_a_tile(kv_heads, rows)
+    assert 0 < tile_heads * rows.total <= ROWS
+    for i in range(tile_heads):
+        for place in (0, rows.k, rows.v):
+            assert (i * rows.total + place) * row_bytes % 128 == 0
 
 
 def test_what_does_not_fit_is_refused_by_name():
