@@ -1,6 +1,6 @@
 """The matrix product on a CPU: blocks of rows, each by a loop whose bits do not follow its size.
 
-The loops, their one order of additions and its proof are in `reference_schedule`. Elsewhere than on
+The loops, their one order of additions and its proof are in `reference_loops`. Elsewhere than on
 a CPU the proof says nothing, so there one shape serves every row count.
 """
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..fixed_rows import for_row_blocks
-from .reference_schedule import block_rows, dot
+from .reference_loops import block_rows, dot
 from .topology import MatmulTopology
 
 EPILOGUE_ROWS = 4  # rows at which SwiGLU's element-wise part runs; part of the reference's bits
@@ -81,7 +81,8 @@ def _by_blocks(
 
     def with_blocks(one: bool) -> Callable[..., jax.Array]:
         def run(x: jax.Array, w: jax.Array, bias: jax.Array, num_rows: jax.Array) -> jax.Array:
-            rows = block_rows(x.shape[0], w.shape, x.dtype.name, one_schedule=one)
+            shape = (w.shape[0], w.shape[1])
+            rows = block_rows(x.shape[0], shape, x.dtype.name, one_schedule=one)
             w = lax.optimization_barrier(w)
 
             def body(block: jax.Array) -> tuple[jax.Array]:

@@ -176,7 +176,7 @@ def _proof_operands(width: int, depth: int, dtype: str) -> tuple[np.ndarray, np.
     return spread(width, 0 if dtype == "float16" else SPREAD), spread(WIDE_ROWS, 0)
 
 
-def _cpus() -> list[jax.Device]:
+def _cpus() -> list[Any]:
     try:
         return jax.local_devices(backend="cpu")
     except RuntimeError:  # JAX was told to use other platforms only
