@@ -62,8 +62,9 @@ class EngineConfig:
         """The row counts that steps are compiled for."""
         if self.token_buckets is not None:
             return self.token_buckets
+        # One row has a loop of its own on a CPU; a step that nobody needs is never compiled.
         decode = min(max(self.max_num_seqs, 16), self.max_num_batched_tokens)
-        return tuple(sorted({decode, self.max_num_batched_tokens}))
+        return tuple(sorted({1, decode, self.max_num_batched_tokens}))
 
 
 def _require_positive(name: str, value: int) -> None:
