@@ -133,10 +133,9 @@ def check_invariance(
 def _strangers(
     engine: Engine, params: Sequence[SamplingParams]
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Random prompts of many lengths, enough that steps need more than the smallest bucket."""
+    """Random prompts of many lengths, enough that steps need more than the smallest buckets."""
     rng = np.random.default_rng(STRANGER_SEED)
-    smallest = engine.config.buckets()[0]
-    longest = min(2 * smallest + 1, engine.max_model_len - 1)
+    longest = min(2 * engine.config.max_num_seqs + 1, engine.max_model_len - 1)
     lengths = [max(1, int(longest * part)) for part in (1.0, 0.3, 0.05)]
     prompts = [rng.integers(0, engine.model_config.vocab_size, n).tolist() for n in lengths]
     budget = max(p.max_tokens for p in params)
