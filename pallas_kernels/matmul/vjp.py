@@ -1,11 +1,13 @@
 """Backward passes of the matrix products.
 
     dx[m] = dy[m] w          the forward product with w transposed: row m alone decides it
-    dw    = dy^T x           over the rows in ascending blocks of fixed size (`row_sums`)
-    dbias = sum of dy        likewise
+    dw    = dy^T x           rows ascending: in blocks of fixed size (`row_sums`) on a CPU, in one
+                             accumulator on Hopper
+    dbias = sum of dy        rows in ascending blocks of fixed size
 
 dy is rounded to x's dtype before it is multiplied, as its products run in that dtype; each result
-is rounded once. All rows of a call count as one sequence: whoever has several keeps them apart.
+is rounded once. The element-wise parts and the sums of rows run by the reference body on every
+backend so far. All rows of a call count as one sequence: whoever has several keeps them apart.
 """
 
 from typing import Any
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from ..differentiable import Bind
-from ..primitive import REFERENCE, define_op
+from ..primitive import HOPPER, REFERENCE, define_op
 from ..rounding import round_to
 from .reference_backward import (
     bias_gradient_reference,
@@ -23,6 +25,7 @@ from .reference_backward import (
     weight_gradient_reference,
 )
 from .topology import DEFAULT
+from .weight_hopper import weight_gradient_hopper
 
 
 def _weight_avals(dy: Any, x: Any, *_: Any, out_dtype: str) -> list[Any]:
@@ -40,7 +43,7 @@ def _swiglu_avals(gate_up: Any, *_: Any, out_dtype: str) -> list[Any]:
 _bind_weight = define_op(
     "matmul_weight_gradient",
     out_avals=_weight_avals,
-    implementations={REFERENCE: weight_gradient_reference},
+    implementations={REFERENCE: weight_gradient_reference, HOPPER: weight_gradient_hopper},
 )
 _bind_bias = define_op(
     "matmul_bias_gradient",
@@ -67,7 +70,7 @@ def matmul_backward(bind_matmul: Bind) -> Any:
         if bias.size == 0:
             return dx, dw, bias, None
         out_dtype = bias.dtype.name
-        (dbias,) = _bind_bias(dy, num_rows, backend=_sums_on(backend), out_dtype=out_dtype)
+        (dbias,) = _bind_bias(dy, num_rows, backend=REFERENCE, out_dtype=out_dtype)
         return dx, dw, dbias, None
 
     return backward
@@ -84,9 +87,7 @@ def swiglu_backward(bind_matmul: Bind) -> Any:
         (dy,) = cotangents
         w = gate_up.reshape(-1, gate_up.shape[2])
         (both,) = _product(bind_matmul, x, w, num_rows, backend, "float32")
-        (dboth,) = _bind_swiglu(
-            both, dy, num_rows, backend=_sums_on(backend), out_dtype=x.dtype.name
-        )
+        (dboth,) = _bind_swiglu(both, dy, num_rows, backend=REFERENCE, out_dtype=x.dtype.name)
         dx, dw = _product_gradients(bind_matmul, x, w, dboth, num_rows, backend)
         return dx, dw.reshape(gate_up.shape), None
 
@@ -103,7 +104,7 @@ def _product_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     dy = round_to(dy, x.dtype)
     (dx,) = _product(bind_matmul, dy, w.T, num_rows, backend, x.dtype.name)
-    (dw,) = _bind_weight(dy, x, num_rows, backend=_sums_on(backend), out_dtype=w.dtype.name)
+    (dw,) = _bind_weight(dy, x, num_rows, backend=backend, out_dtype=w.dtype.name)
     return dx, dw
 
 
@@ -119,9 +120,3 @@ def _product(
     return bind_matmul(
         x, w, absent, num_rows, backend=backend, out_dtype=out_dtype, topology=DEFAULT
     )
-
-
-def _sums_on(backend: str) -> str:
-    """Sums over rows run by the reference body on every backend so far; XLA compiles it there."""
-    del backend
-    return REFERENCE
