@@ -37,7 +37,10 @@ def stock_ops() -> TransformerOps:
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
     dims = (((1,), (1,)), ((), ()))
     if 1 < x.shape[0] < WIDE:
-        return lax.dot_general(w, x, dims, preferred_element_type=jnp.float32).T
+        # Without the barrier XLA turns this into x @ w.T, which packs the weights every time.
+        return lax.optimization_barrier(
+            lax.dot_general(w, x, dims, preferred_element_type=jnp.float32)
+        ).T
     return lax.dot_general(x, w, dims, preferred_element_type=jnp.float32)
 
 
