@@ -62,7 +62,7 @@ class JaxprAudit:
             self.integer += 1
         elif name in self.allow:
             self.allowed[name] += 1
-        elif name in rules.EXACT_PRIMITIVES:
+        elif name in rules.EXACT_PRIMITIVES or _adds_cotangents(eqn):
             self.exact[name] += 1
         elif name == "scatter":
             self._scatter(eqn)
@@ -131,6 +131,11 @@ def source_line(eqn: Any) -> str:
 
 def _inside(module: str, packages: Sequence[str]) -> bool:
     return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def _adds_cotangents(eqn: Any) -> bool:
+    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+    return name == rules.COTANGENT_SUM and dtype.itemsize >= 4
 
 
 def _touches_floats(eqn: Any) -> bool:

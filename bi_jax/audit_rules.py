@@ -9,6 +9,11 @@ MOVES = "moves values and computes none"
 BITS = "works on sign bits or compares; one operand gives one result, however it is vectorised"
 ROUNDS = "one correctly rounded result for each operand, with nothing to contract"
 CONTROL = "runs programs that are audited themselves"
+COTANGENTS = (
+    "one correctly rounded float32 sum of two cotangents, which come out of loops or kernels of "
+    "ours, so no product can be contracted into it; bfloat16 and float16 are refused, since a "
+    "compiler may leave out the rounding between two such sums"
+)
 KEYS = "threefry: integer arithmetic of the key alone"
 
 # JAX primitives on floats that are exact, to the reason. On integers and booleans every primitive
@@ -43,6 +48,9 @@ CONTROL_PRIMITIVES = (
     *("custom_jvp_call", "custom_vjp_call", "custom_lin", "while", "scan", "cond", "shard_map"),
     *("run_state", "custom_vmap_call", "xla_metadata_call", "mesh_call", "named_call"),
 )
+
+# What JAX puts in where a value is used twice and differentiated.
+COTANGENT_SUM = "add_any"
 
 KEY_PRIMITIVES = (
     *("random_bits", "random_fold_in", "random_seed", "random_split", "random_clone"),

@@ -32,7 +32,10 @@ UNKNOWN_WEIGHTS = "not computed"
 _NO_BITS = ("schedule.py", "cases.py", "contracts.py")
 _CODE = ("pallas_kernels", "models", "bi_jax")
 # Of our own layer only what computes; requests, scheduling and text cannot change a bit.
-_COMPUTING = ("ops.py", "sampling.py", "trainer_logprobs.py", "collectives.py", "kv_cache.py")
+_COMPUTING = (
+    *("ops.py", "sampling.py", "sampling_rows.py", "trainer_logprobs.py", "collectives.py"),
+    *("kv_cache.py", "runner.py"),
+)
 
 
 class IdentityWarning(UserWarning):

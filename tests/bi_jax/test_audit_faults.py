@@ -252,3 +252,21 @@ def test_only_additions_count_as_foreign_reductions():
     assert_no_foreign_reductions(lambda x: jnp.exp(ours(x, W)) * 2, X)
     with pytest.raises(AssertionError, match=r"1 foreign reductions:\n  - reduce_sum -> float32"):
         assert_no_foreign_reductions(lambda x: jnp.exp(ours(x, W)).sum(), X)
+
+
+def test_cotangents_are_added_in_float32_only():
+    """JAX adds the cotangents of a value that is used twice."""
+
+    @jax.custom_vjp
+    def fn(a):
+        return a
+
+    fn.defvjp(lambda a: (a, None), lambda _, g: (g,))
+
+    def twice(x):
+        return jax.vjp(lambda a: (fn(a), fn(a)), x)[1]((x, x))
+
+    report = audit(twice, X)
+    assert report.exact["add_any"] == 1
+    with pytest.raises(AuditError, match=r"add_any -> bfloat16\[4,8\]"):
+        audit(twice, jnp.zeros((4, 8), jnp.bfloat16))
