@@ -10,6 +10,7 @@ import numpy as np
 
 from .batch import CHOOSE, LogitRow
 from .request import CompletionOutput, Request, RequestOutput, TopLogprobs
+from .sampling_rows import RowSampling, row_sampling
 from .scheduler import PlannedSequence
 from .scheduler import Sequence as ScheduledSequence
 from .stop import CompletionText
@@ -29,8 +30,15 @@ class RowResults(Protocol):
 class ActiveCompletion:
     """One of a request's n completions."""
 
-    def __init__(self, index: int, sequence: ScheduledSequence, text: CompletionText) -> None:
+    def __init__(
+        self,
+        index: int,
+        sequence: ScheduledSequence,
+        text: CompletionText,
+        sampling: RowSampling,
+    ) -> None:
         self.index = index
+        self.sampling = sampling
         self.sequence = sequence
         self.text = text
         self.token_ids: list[int] = []
@@ -85,6 +93,7 @@ class ActiveRequest:
                 index,
                 ScheduledSequence(seq_id=next(seq_ids), token_ids=list(prompt)),
                 CompletionText(tokenizer, self.params, eos_token_ids=eos_token_ids),
+                row_sampling(self.params, sample_index=index),
             )
             for index in range(self.params.n)
         ]
@@ -92,6 +101,7 @@ class ActiveRequest:
         # computed again. The bits are the same.
         if self.params.prompt_logprobs is not None:
             self.completions[0].sequence.reads_cache = False
+        self.num_left = len(self.completions)  # those that the engine still schedules
         self._by_seq = {c.sequence.seq_id: c for c in self.completions}
         self._prompt_logprobs = np.full(len(prompt), np.nan, np.float32)
         self._prompt_top: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(prompt)
@@ -100,6 +110,10 @@ class ActiveRequest:
     @property
     def finished(self) -> bool:
         return all(completion.finished for completion in self.completions)
+
+    def completion_of(self, seq_id: int) -> ActiveCompletion:
+        """The completion that a sequence belongs to."""
+        return self._by_seq[seq_id]
 
     def logit_rows(self, index: int, item: PlannedSequence, first: int) -> list[LogitRow]:
         """The rows of logits that this item of a plan needs; `first` is its first flat row."""
@@ -110,10 +124,28 @@ class ActiveRequest:
             for place in range(item.start + 1, min(item.start + item.count + 1, len(prompt))):
                 if not self._prompt_scored[place]:
                     row = first + place - 1 - item.start
-                    rows.append(self._row(completion, index, row, place, prompt[place]))
+                    rows.append(
+                        LogitRow(
+                            row=row,
+                            item=index,
+                            position=place,
+                            target=prompt[place],
+                            sampling=completion.sampling,
+                            top=self.params.prompt_logprobs,
+                        )
+                    )
         if item.draws:
             row, place = first + item.count - 1, item.start + item.count
-            rows.append(self._row(completion, index, row, place, CHOOSE))
+            rows.append(
+                LogitRow(
+                    row=row,
+                    item=index,
+                    position=place,
+                    target=CHOOSE,
+                    sampling=completion.sampling,
+                    top=self.params.logprobs or 0,
+                )
+            )
         return rows
 
     def take(self, seq_id: int, row: LogitRow, result: RowResults, index: int) -> int | None:
@@ -160,20 +192,6 @@ class ActiveRequest:
             sampling_params=self.params,
             identity=identity,
             weights_version=weights_version,
-        )
-
-    def _row(
-        self, completion: ActiveCompletion, item: int, row: int, position: int, target: int
-    ) -> LogitRow:
-        assert self.params.seed is not None
-        return LogitRow(
-            row=row,
-            item=item,
-            position=position,
-            target=target,
-            params=self.params,
-            seed=self.params.seed,
-            sample_index=completion.index,
         )
 
     def _completion_output(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .request import SamplingParams
+from .sampling_rows import RowSampling
 from .scheduler import PlannedSequence, StepPlan
 
 CHOOSE = -1  # target of a row whose token is to be chosen
@@ -20,17 +20,16 @@ class LogitRow:
       item: index into the plan's items.
       position: absolute position of the token that the row predicts.
       target: the token to score, or CHOOSE.
-      params: the request's sampling parameters.
-      seed, sample_index: what the row's random key is made of, with the position.
+      sampling: the completion's parameters as the device takes them, its random key among them.
+      top: how many most likely tokens to report.
     """
 
     row: int
     item: int
     position: int
     target: int
-    params: SamplingParams
-    seed: int
-    sample_index: int
+    sampling: RowSampling
+    top: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

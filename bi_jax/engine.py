@@ -461,13 +461,13 @@ class Engine:
 
     def _collect(self, plan: StepPlan) -> list[RequestOutput]:
         finished = []
-        for request_id in self._requests_of(plan):
-            active = self._active[request_id]
-            for completion in active.completions:
-                if completion.finished and completion.sequence.seq_id in self._owners:
-                    self._release(completion)
-            if active.finished:
-                finished.append(self._finish(active))
+        for item in plan.items:
+            active = self._owners[item.sequence.seq_id]
+            completion = active.completion_of(item.sequence.seq_id)
+            if completion.finished:
+                self._release(completion)
+                if active.num_left == 0:
+                    finished.append(self._finish(active))
         return finished
 
     def _drop(self, request_ids: set[str]) -> None:
@@ -477,7 +477,7 @@ class Engine:
     def _release(self, completion: ActiveCompletion) -> None:
         sequence = completion.sequence
         self.scheduler.remove(sequence, forget=completion.failure is not None)
-        del self._owners[sequence.seq_id]
+        self._owners.pop(sequence.seq_id).num_left -= 1
 
     def _check_room(self, count: int) -> None:
         most = self.config.max_num_requests

@@ -1,6 +1,5 @@
 """The one place that jits: runs a step's plan in the smallest bucket that holds it."""
 
-import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from . import flags
 from .audited import AuditedJit
 from .batch import LogitRow, TokenArrays, bucket_for, token_arrays
 from .kv_cache import make_cache
-from .request import SamplingParams
-from .sampling import RowSampling, SamplingRows, TokenChoice, row_sampling, sample, stack_rows
+from .sampling import SamplingRows, TokenChoice, sample, stack_rows
 from .scheduler import StepPlan
 
 
@@ -127,7 +125,6 @@ class Runner:
         config = self.config
         tokens = bucket_for(plan.num_tokens, config.token_buckets)
         few = min(tokens, config.max_num_seqs)
-        sampling = [_sampling_of(row.params, row.sample_index) for row in rows]
         return StepArguments(
             tokens=token_arrays(
                 plan,
@@ -135,9 +132,9 @@ class Runner:
                 num_requests=config.max_num_seqs,
                 pages_a_request=config.pages_a_request,
             ),
-            rows=_logit_rows(rows, sampling, size=few if len(rows) <= few else tokens),
+            rows=_logit_rows(rows, size=few if len(rows) <= few else tokens),
             top=_top_bucket(rows, self.model_config.vocab_size),
-            filters=any(row.filtered for row in sampling),
+            filters=any(row.sampling.filtered for row in rows),
         )
 
     def run(self, plan: StepPlan, rows: Sequence[LogitRow]) -> TokenChoice:
@@ -216,15 +213,7 @@ class Runner:
         return cache, choice
 
 
-@functools.lru_cache(maxsize=8192)
-def _sampling_of(params: SamplingParams, sample_index: int) -> RowSampling:
-    """Made once a completion and not once a step."""
-    return row_sampling(params, sample_index=sample_index)
-
-
-def _logit_rows(
-    rows: Sequence[LogitRow], sampling: Sequence[RowSampling], *, size: int
-) -> LogitRows:
+def _logit_rows(rows: Sequence[LogitRow], *, size: int) -> LogitRows:
     def column(values: Sequence[int]) -> np.ndarray:
         return np.array([*values, *[0] * (size - len(values))], np.int32)
 
@@ -232,15 +221,15 @@ def _logit_rows(
         row=column([row.row for row in rows]),
         target=column([row.target for row in rows]),
         num_rows=np.asarray(len(rows), np.int32),
-        sampling=stack_rows(sampling, [row.position for row in rows], size=size),
+        sampling=stack_rows(
+            [row.sampling for row in rows], [row.position for row in rows], size=size
+        ),
     )
 
 
 def _top_bucket(rows: Sequence[LogitRow], vocab_size: int) -> int:
     """How many top tokens a step reports: few sizes, so that few programs are compiled."""
-    wanted = [row.params.logprobs or 0 for row in rows]
-    wanted += [row.params.prompt_logprobs or 0 for row in rows]
-    most = max(wanted, default=0)
+    most = max((row.top for row in rows), default=0)
     return min(vocab_size, max(8, 1 << (most - 1).bit_length())) if most else 0
 
 

@@ -6,18 +6,19 @@ import pytest
 from bi_jax import SamplingParams
 from tests.bi_jax import tiny
 
-PROMPT = tiny.prompts_of((3,), seed=11)[0]
+PROMPT = [17]
 DRAWS_A_REQUEST, SEEDS = 2500, 8  # 20,000 draws
 
 
 def probabilities(temperature: float) -> np.ndarray:
-    """float64 [V] of the token after the prompt, from one greedy request that reports them all."""
+    """float64 [V] of the token after the prompt: each one is scored as a prompt's second token."""
     engine = tiny.rescheduled(token_buckets=(64,))
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=tiny.VOCAB)
-    top = engine.generate([PROMPT], params)[0].outputs[0].top_logprobs
-    assert top is not None
-    logprobs = np.empty(tiny.VOCAB)
-    logprobs[top.token_ids[0]] = top.logprobs[0]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    outputs = engine.generate([[*PROMPT, token] for token in range(tiny.VOCAB)], params)
+    scores = [output.prompt_logprobs for output in outputs]
+    logprobs = np.array([score[1] for score in scores if score is not None], np.float64)
+    assert logprobs.shape == (tiny.VOCAB,)
+    assert abs(np.exp(logprobs).sum() - 1) < 1e-5
     weights = np.exp(logprobs / temperature)
     return weights / weights.sum()
 
