@@ -17,12 +17,9 @@ PROMISES = {
 }
 
 HEADLINES = {
-    "passed": ("Passed", "Each completion had the same bits in every way it was computed"),
-    "failed": ("Failed", "Some completions changed their bits with the way they were computed"),
-    "inconclusive": (
-        "Inconclusive",
-        "No bits changed, but this battery could hardly have shown it",
-    ),
+    "passed": ("Passed", "every token and log-probability had the same bits"),
+    "failed": ("Failed", "some tokens or log-probabilities changed their bits"),
+    "inconclusive": ("Inconclusive", "no bits changed, but this run could hardly have shown it"),
 }
 
 STYLE = """
