@@ -45,7 +45,7 @@ ON_CPU = Backends.all(REFERENCE)
 ON_HOPPER = replace(Backends.all(HOPPER), log_softmax=REFERENCE, sampling=REFERENCE)
 
 
-def pick_backends(device: jax.Device, dtype: str) -> Backends:
+def pick_backends(device: Any, dtype: str) -> Backends:
     """The implementations for a device and a compute dtype.
 
     Raises:

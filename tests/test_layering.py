@@ -25,8 +25,9 @@ ORDER = {
     "bi_jax": (
         *("flag_table", "flags", "versions", "identity", "config"),
         *("sampling_params", "request", "page_pool", "prefix_cache", "scheduler", "metrics"),
-        *("batch", "tokenizer_parts", "chat", "tokenizer_gguf", "tokenizer_folder", "tokenizer"),
-        *("detokenize", "stop", "kv_cache", "ops", "stock_ops", "sampling"),
+        *("kv_cache", "ops", "stock_ops", "sampling_rows", "sampling", "batch"),
+        *("tokenizer_parts", "chat", "tokenizer_gguf", "tokenizer_folder", "tokenizer"),
+        *("detokenize", "stop"),
         *("audit_rules", "audit_report", "audit_hlo", "audit_jaxpr", "audit", "audited"),
         *("token_layout", "gradient_sum", "trainer_logprobs", "scoring"),
         *("runner", "active", "progress", "engine", "check", "battery"),
