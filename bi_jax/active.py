@@ -71,6 +71,8 @@ class ActiveRequest:
       tokenizer: for the text; None: ids only.
       eos_token_ids: the model's.
       max_model_len: a sequence of this length ends.
+      claimed: whether somebody waits for this very request (`generate`, a stream); what nobody
+        claims is handed out by `Engine.step`.
     """
 
     def __init__(
@@ -81,8 +83,12 @@ class ActiveRequest:
         tokenizer: Tokenizer | None,
         eos_token_ids: Sequence[int],
         max_model_len: int,
+        claimed: bool = False,
     ) -> None:
         self.request = request
+        self.claimed = claimed
+        self.final: RequestOutput | None = None  # once it is done
+        self.num_shown = 0  # tokens that a stream has yielded
         self.params = request.sampling_params.with_seed()
         self.added_at = time.perf_counter()
         self.first_token_at: float | None = None
@@ -108,8 +114,9 @@ class ActiveRequest:
         self._prompt_scored = np.zeros(len(prompt), bool)
 
     @property
-    def finished(self) -> bool:
-        return all(completion.finished for completion in self.completions)
+    def num_drawn(self) -> int:
+        """Tokens of all completions so far."""
+        return sum(len(completion.token_ids) for completion in self.completions)
 
     def completion_of(self, seq_id: int) -> ActiveCompletion:
         """The completion that a sequence belongs to."""

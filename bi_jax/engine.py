@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import functools
 import itertools
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +35,17 @@ from .scheduler import Scheduler, SchedulerConfig, StepPlan
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+
+
+def _locked[**P, R](method: Callable[P, R]) -> Callable[P, R]:
+    """Keeps an engine's method out of a step that another thread runs."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with args[0]._lock:  # type: ignore[attr-defined]
+            return method(*args, **kwargs)
+
+    return run
 
 
 class EngineFull(ValueError):
@@ -139,6 +153,7 @@ class Engine:
         self._active: dict[str, ActiveRequest] = {}
         self._owners: dict[int, ActiveRequest] = {}
         self._unclaimed: list[RequestOutput] = []
+        self._lock = threading.RLock()  # held during a step, and by all that changes what it reads
         self._counters = Counters()
 
     @classmethod
@@ -201,41 +216,65 @@ class Engine:
                 f"{len(sampling_params)}"
             )
         requests = [self.make_request(p, s) for p, s in zip(prompts, sampling_params, strict=True)]
-        self._check_room(len(requests))
-        done: dict[str, RequestOutput] = {}
-        wanted = {request.request_id for request in requests}
+        actives: list[ActiveRequest] = []
         try:
-            for request in requests:
-                self.add_request(request)
+            with self._lock:
+                self._check_room(len(requests))
+                for request in requests:
+                    actives.append(self._add(request, claimed=True))
             with Progress(total=len(requests), shown=progress) as bar:
-                while wanted - done.keys():
-                    for output in self._step():
-                        if output.request_id in wanted:
-                            done[output.request_id] = output
-                            bar.advance(sum(len(c.token_ids) for c in output.outputs))
-                        else:
-                            self._unclaimed.append(output)
+                left = actives
+                while left:
+                    with self._lock:
+                        if all(active.final is None for active in left):
+                            self._step()
+                    for active in left:
+                        if active.final is not None:
+                            bar.advance(active.num_drawn)
+                    left = [active for active in left if active.final is None]
         finally:
-            self._drop(wanted)  # those that an exception left behind
-        return [done[request.request_id] for request in requests]
+            self._drop(actives)  # those that an exception left behind
+        return [active.final for active in actives if active.final is not None]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Completes one prompt, yielding what there is after each step and the whole at the end.
+        """Completes one prompt, yielding what there is whenever it grew, and the whole at the end.
 
         Leaving off (closing the iterator) aborts the request.
         """
         request = self.make_request(prompt, sampling_params or SamplingParams())
-        active = self.add_request(request)
+        active = self._add(request, claimed=True)
         try:
-            while not active.finished:
-                for output in self._step():
-                    if output.request_id != request.request_id:
-                        self._unclaimed.append(output)
-                yield active.output(self.identity.short, self.weights_version)
+            while active.final is None:
+                output = self._advance(active)
+                if output is not None:
+                    yield output
         finally:
-            self._drop({request.request_id})
+            self._drop([active])
+
+    async def stream_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """As `stream`, for many prompts at once in one event loop: they share their steps.
+
+        A consumer that is slow holds nobody up. Closing the iterator, or cancelling its task,
+        aborts its request and no other. Steps run in threads, so the loop stays free.
+
+        Raises:
+          ValueError: the request cannot be served.
+          StepFailed: the step that this consumer waited for raised. Its request is aborted, and the
+            other consumers' requests go on.
+        """
+        request = self.make_request(prompt, sampling_params or SamplingParams())
+        active = await asyncio.to_thread(self._add, request, claimed=True)
+        try:
+            while active.final is None:
+                output = await asyncio.to_thread(self._advance, active)
+                if output is not None:
+                    yield output
+        finally:
+            self._drop([active])
 
     def make_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
@@ -267,6 +306,11 @@ class Engine:
           ValueError: a request of this id is running, or it cannot be served.
           EngineFull: there are max_num_requests already.
         """
+        return self._add(request, claimed=False)
+
+    @_locked
+    def _add(self, request: Request, *, claimed: bool) -> ActiveRequest:
+        """Queues a request; `claimed` when the caller itself hands the output on."""
         if request.request_id in self._active:
             raise ValueError(f"the request {request.request_id!r} is already running")
         self._check_request(request)
@@ -277,6 +321,7 @@ class Engine:
             tokenizer=self.tokenizer,
             eos_token_ids=self._eos_token_ids(),
             max_model_len=self.max_model_len,
+            claimed=claimed,
         )
         self._active[request.request_id] = active
         for completion in active.completions:
@@ -284,6 +329,7 @@ class Engine:
             self.scheduler.add(completion.sequence)
         return active
 
+    @_locked
     def abort(self, request_id: str) -> RequestOutput:
         """Ends a running request and returns what there is of it.
 
@@ -332,6 +378,7 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._active)
 
+    @_locked
     def metrics(self) -> EngineMetrics:
         """What was done so far and what is going on; see `EngineMetrics`."""
         counters, pool = self._counters, self.scheduler.pool
@@ -360,22 +407,34 @@ class Engine:
             compile_seconds=sum(programs.values()),
         )
 
+    @_locked
     def step(self) -> list[RequestOutput]:
         """One step: plan, run, commit. Returns the requests that finished in it.
 
-        Requests that another caller's `generate` or `stream` finished on the way come along.
+        Only those that came by `add_request`; those that finished in the steps of a `generate` or
+        a stream meanwhile come along.
 
         Raises:
           StepFailed: the step raised. No request is lost; the next call goes on with them.
         """
-        finished = self._step()
-        finished, self._unclaimed = self._unclaimed + finished, []
+        self._step()
+        finished, self._unclaimed = self._unclaimed, []
         return finished
 
-    def _step(self) -> list[RequestOutput]:
+    def _advance(self, active: ActiveRequest) -> RequestOutput | None:
+        """A step, unless the request has grown or ended without it; what there is, if it grew."""
+        with self._lock:
+            if active.final is None and active.num_drawn == active.num_shown:
+                self._step()
+            if active.final is None and active.num_drawn == active.num_shown:
+                return None
+            active.num_shown = active.num_drawn
+            return active.final or active.output(self.identity.short, self.weights_version)
+
+    def _step(self) -> None:
         plan = self.scheduler.plan()
         if plan is None:
-            return []
+            return
         started = time.perf_counter()
         self._counters.planned(plan)
         try:
@@ -391,8 +450,9 @@ class Engine:
         self.scheduler.commit(plan, drawn)
         seconds = time.perf_counter() - started
         self._counters.ran(plan, drawn=len(drawn), seconds=seconds)
-        return self._collect(plan)
+        self._collect(plan)
 
+    @_locked
     def update_weights(self, state: nnx.State) -> None:
         """Replaces the model's parameters by a cast copy, without compiling anything again.
 
@@ -459,20 +519,22 @@ class Engine:
         owners = (self._owners[item.sequence.seq_id] for item in plan.items)
         return tuple(dict.fromkeys(owner.request.request_id for owner in owners))
 
-    def _collect(self, plan: StepPlan) -> list[RequestOutput]:
-        finished = []
+    def _collect(self, plan: StepPlan) -> None:
         for item in plan.items:
             active = self._owners[item.sequence.seq_id]
             completion = active.completion_of(item.sequence.seq_id)
             if completion.finished:
                 self._release(completion)
                 if active.num_left == 0:
-                    finished.append(self._finish(active))
-        return finished
+                    final = self._finish(active)
+                    if not active.claimed:
+                        self._unclaimed.append(final)
 
-    def _drop(self, request_ids: set[str]) -> None:
-        for request_id in request_ids & self._active.keys():
-            self.abort(request_id)
+    @_locked
+    def _drop(self, actives: Sequence[ActiveRequest]) -> None:
+        for active in actives:
+            if active.final is None:
+                self.abort(active.request.request_id)
 
     def _release(self, completion: ActiveCompletion) -> None:
         sequence = completion.sequence
@@ -500,7 +562,8 @@ class Engine:
         del self._active[active.request.request_id]
         aborted = any(c.text.finish_reason == "abort" for c in active.completions)
         self._counters.finished(seconds=time.perf_counter() - active.added_at, aborted=aborted)
-        return active.output(self.identity.short, self.weights_version)
+        active.final = active.output(self.identity.short, self.weights_version)
+        return active.final
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
