@@ -96,7 +96,7 @@ class Transformer(nnx.Module):
             pending, stream, layer_cache = block(normed, stream, rope_rows, layer_cache, batch, ops)
             return (pending, stream), layer_cache
 
-        if scan_layers and len(rest) > 1:
+        if scan_layers and rest:
             state, new_cache = _scan(step, state, self.layers[1:], rest)
         else:
             new_cache = []

@@ -41,11 +41,11 @@ class Rollout(NamedTuple):
     (float32, their log-probabilities as emitted).
     """
 
-    tokens: np.ndarray
-    real: np.ndarray
-    drawn: np.ndarray
-    old: np.ndarray
-    advantages: np.ndarray
+    tokens: Any  # NumPy on the host, traced inside a program
+    real: Any
+    drawn: Any
+    old: Any
+    advantages: Any
 
     @classmethod
     def of(cls, outputs: list[RequestOutput], advantages: np.ndarray, *, length: int) -> "Rollout":
@@ -194,7 +194,8 @@ class Trainer:
     ) -> tuple[Params, Any, jax.Array]:
         gradient, norm = clip_by_global_norm(gradient, self.config.max_norm)
         updates, moments = self._optimizer.update(gradient, moments, params)
-        return optax.apply_updates(params, updates), moments, norm
+        moved: Any = optax.apply_updates(params, updates)
+        return moved, moments, norm
 
     def _as_state(self, params: Params) -> nnx.State:
         flat = nnx.to_flat_state(self._template)
