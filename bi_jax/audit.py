@@ -107,7 +107,7 @@ def _report(
 ) -> AuditReport:
     program = JaxprAudit(allow, (*TRUSTED, *trusted))
     program.visit(traced.jaxpr)
-    optimised = None if text is None else HloAudit(text, program.ours, allow)
+    optimised = None if text is None else HloAudit(text, program.ours, allow, program.kernels)
     findings = list(program.findings)
     if optimised is not None:
         # What the jaxpr shows is not shown again: its findings say the same more plainly.

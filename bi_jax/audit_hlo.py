@@ -63,13 +63,22 @@ class HloAudit:
       text: what `compiled.as_text()` gives.
       ours: names of the marked ops that the jaxpr holds.
       allow: as in the jaxpr; recorded names end with the primitive's name.
+      kernels: those of ours that are kernels: what XLA computes inside their scopes, around the
+        custom call, is held to the same rules as what it computes outside.
     """
 
-    def __init__(self, text: str, ours: Collection[str], allow: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        text: str,
+        ours: Collection[str],
+        allow: Mapping[str, str],
+        kernels: Collection[str] = (),
+    ) -> None:
         self.instructions, self._entries = _parse(text)
         self._frames = _source_lines(text)
         self._scopes = frozenset(ours)
         self._allow = allow
+        self._kernels = frozenset(kernels)
         self.kernels: Counter[str] = Counter()
         self.collectives: Counter[str] = Counter()
         self.findings: list[Finding] = []
@@ -129,6 +138,7 @@ class HloAudit:
             elif kernel not in rules.EXACT_CUSTOM_CALLS:
                 self._refuse(instruction, "kernel", f"(custom call {kernel})")
             return
+        mine = mine and self._kernels.isdisjoint(instruction.name.split("/"))
         if mine or not _FLOAT.search(instruction.shape):
             return
         if opcode in rules.EXACT_HLO or opcode in rules.CONTROL_HLO or opcode == "convert":

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax._src import source_info_util
 
-from bi_jax.pallas_kernels.primitive import defining_modules, is_marked
+from bi_jax.pallas_kernels.primitive import REFERENCE, defining_modules, is_marked
 
 from . import audit_rules as rules
 from .audit_report import Finding
@@ -33,9 +33,15 @@ class JaxprAudit:
         self.ours: Counter[str] = Counter()
         self.exact: Counter[str] = Counter()
         self.allowed: Counter[str] = Counter()
+        self._backends: dict[str, set[str]] = {}
         self.integer = 0
         self._path: list[Any] = []
         self.findings: list[Finding] = []
+
+    @property
+    def kernels(self) -> frozenset[str]:
+        """The ops of ours that are kernels in every call: XLA sees nothing of their work."""
+        return frozenset(op for op, names in self._backends.items() if REFERENCE not in names)
 
     def visit(self, jaxpr: Any) -> None:
         """Classifies every equation of a jaxpr, those of inner programs included."""
@@ -81,6 +87,7 @@ class JaxprAudit:
             self._refuse(eqn, "kernel", detail)
         else:
             self.ours[eqn.primitive.name] += 1
+            self._backends.setdefault(eqn.primitive.name, set()).add(eqn.params["backend"])
 
     def _scatter(self, eqn: Any) -> None:
         if eqn.params.get("unique_indices"):
