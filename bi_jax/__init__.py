@@ -8,6 +8,8 @@ import typing
 
 if typing.TYPE_CHECKING:
     from . import testing
+    from .audit_program import AuditError, audit
+    from .certify_engine import certify
     from .config import EngineConfig
     from .engine import Engine
     from .flags import pin_flags
@@ -16,12 +18,15 @@ if typing.TYPE_CHECKING:
     from .trainer_logprobs import token_logprobs
 
 __all__ = [
+    "AuditError",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "audit",
+    "certify",
     "pin_flags",
     "score",
     "testing",
@@ -29,12 +34,15 @@ __all__ = [
 ]
 
 _PLACES = {
+    "AuditError": "audit_program",
     "CompletionOutput": "request",
     "Engine": "engine",
     "EngineConfig": "config",
     "Request": "request",
     "RequestOutput": "request",
     "SamplingParams": "request",
+    "audit": "audit_program",
+    "certify": "certify_engine",
     "pin_flags": "flags",
     "score": "scoring",
     "token_logprobs": "trainer_logprobs",

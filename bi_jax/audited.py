@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .audit import AuditReport, audit_compiled
+from .audit_program import AuditReport, audit_compiled
 
 
 class AuditedJit:

@@ -62,7 +62,7 @@ def _certify(arguments: argparse.Namespace) -> Certificate:
 
     from bi_jax.models.checkpoint import find_demo_model
 
-    from .certify import certify
+    from .certify_engine import certify
     from .config import EngineConfig
     from .engine import Engine
     from .flags import enable_compilation_cache

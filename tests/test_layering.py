@@ -28,10 +28,10 @@ ORDER = {
         *("kv_cache", "ops", "stock_ops", "sampling_rows", "sampling", "batch"),
         *("tokenizer_parts", "chat", "tokenizer_gguf", "tokenizer_folder", "tokenizer"),
         *("detokenize", "stop"),
-        *("audit_rules", "audit_report", "audit_hlo", "audit_jaxpr", "audit", "audited"),
+        *("audit_rules", "audit_report", "audit_hlo", "audit_jaxpr", "audit_program", "audited"),
         *("token_layout", "gradient_sum", "trainer_logprobs", "scoring"),
         *("runner", "active", "progress", "engine", "check", "battery"),
-        *("certificate", "certificate_page", "certify", "prompts_file", "output_file"),
+        *("certificate", "certificate_page", "certify_engine", "prompts_file", "output_file"),
         *("generate_command", "certify_command", "cli"),
     ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bi_jax.audit import inspect
+from bi_jax.audit_program import inspect
 from bi_jax.audit_rules import ADDING_KINDS
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from bi_jax.audit import AuditError, audit, inspect
+from bi_jax.audit_program import AuditError, audit, inspect
 from bi_jax.pallas_kernels.matmul import matmul
 from bi_jax.pallas_kernels.primitive import REFERENCE, define_op
 from bi_jax.pallas_kernels.rms_norm import rms_norm

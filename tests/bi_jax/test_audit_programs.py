@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from bi_jax.audit import audit, inspect
 from bi_jax.audit_hlo import HloAudit
+from bi_jax.audit_program import audit, inspect
 from bi_jax.kv_cache import make_cache
 from bi_jax.models.config import RopeConfig, TransformerConfig
 from bi_jax.models.transformer import build_transformer, random_params

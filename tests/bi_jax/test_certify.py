@@ -13,7 +13,7 @@ from bi_jax import EngineConfig, SamplingParams
 from bi_jax.battery import FAILED, PASSED, battery_requests
 from bi_jax.certificate import Certificate, differences, verdict_of
 from bi_jax.certificate_page import page
-from bi_jax.certify import certify
+from bi_jax.certify_engine import certify
 from bi_jax.cli import main
 from bi_jax.engine import Engine
 from bi_jax.models.transformer import build_transformer, random_params

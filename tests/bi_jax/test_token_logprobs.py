@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bi_jax.audit import audit, inspect
+from bi_jax.audit_program import audit, inspect
 from bi_jax.gradient_sum import accumulate
 from bi_jax.kv_cache import make_cache
 from bi_jax.stock_ops import stock_ops
