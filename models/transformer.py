@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from bi_jax.pallas_kernels.gradients import fork
+
 from .attention import Attention
 from .config import TransformerConfig
 from .layers import Embedding, Linear, NormScale, Rope
@@ -85,7 +87,8 @@ class Transformer(nnx.Module):
         rope_rows = self.rope.rows(batch.positions)
         stream = self.embed(tokens, count)
         scale = self.layers[0].attn_norm.cast_scale()
-        normed = ops.rms_norm(stream, scale, eps=eps, num_rows=count)
+        branch, stream = fork(stream)
+        normed = ops.rms_norm(branch, scale, eps=eps, num_rows=count)
         pending, stream, first = self.layers[0](normed, stream, rope_rows, cache[0], batch, ops)
         state, rest = (pending, stream), cache[1:]
 
