@@ -8,7 +8,8 @@ from jaxtyping import Array, Float32, Int32
 
 from .. import contracts
 from ..differentiable import differentiable
-from ..primitive import REFERENCE, define_op
+from ..primitive import HOPPER, REFERENCE, define_op
+from .kernel_hopper import target_logprobs_hopper_op
 from .reference import target_logprobs_reference
 from .topology import LogSoftmaxTopology, topology_for
 from .vjp import target_logprobs_backward
@@ -22,7 +23,7 @@ def _avals(logits: Any, target: Any, *_: Any, **__: Any) -> list[Any]:
 _bind = define_op(
     "target_logprobs",
     out_avals=_avals,
-    implementations={REFERENCE: target_logprobs_reference},
+    implementations={REFERENCE: target_logprobs_reference, HOPPER: target_logprobs_hopper_op},
 )
 _target_logprobs = differentiable(_bind, target_logprobs_backward)
 

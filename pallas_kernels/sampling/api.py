@@ -7,8 +7,9 @@ from jax import ShapeDtypeStruct
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from .. import contracts
-from ..primitive import REFERENCE, define_op
+from ..primitive import HOPPER, REFERENCE, define_op
 from .cut_reference import find_cut_reference
+from .kernel_hopper import choose_token_hopper_op
 from .reference import choose_token_reference, top_tokens_reference
 from .topology import SamplingTopology, topology_for
 
@@ -27,7 +28,7 @@ def _top_avals(logits: Any, *_: Any, count: int, **__: Any) -> list[Any]:
 _bind_choose = define_op(
     "choose_token",
     out_avals=_row_avals("int32", "bool"),
-    implementations={REFERENCE: choose_token_reference},
+    implementations={REFERENCE: choose_token_reference, HOPPER: choose_token_hopper_op},
 )
 _bind_cut = define_op(
     "find_cut",

@@ -1,0 +1,104 @@
+"""Integer weights on Hopper: the second pass over the logits, for rows that are drawn.
+
+    w[v] = floor(exp((x[v] - max) * inv_temperature) * 2^40)      two limbs of 20 bits
+
+Sums are of integers, exact in any order. The exponential is the GPU's own; this pass and the walk
+inside one block call the same function on the same numbers. Grid: (segment of blocks, row).
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ..log_softmax import hopper_blocks as blocks
+from ..log_softmax.hopper_blocks import Block, Vocabulary
+from ..log_softmax.schedule import Schedule
+from .wide import LIMB_BITS
+
+_LIMB = float(2**LIMB_BITS)
+_SHIFT = float(2**23)  # floats from here on have no fraction
+_SHIFT_BITS = 0x4B000000  # of _SHIFT; the integer stands in the bits below
+
+
+def limbs_of(block: Block, top, inverse, cut_value, cut_id, vocabulary: Vocabulary):
+    """The two limbs of the weights of one block, uint32 [block] each."""
+    x = blocks.kept_logits(block, cut_value, cut_id, vocabulary)
+    gap = lax.optimization_barrier((x - top) * inverse)
+    likelihood = jnp.minimum(lax.optimization_barrier(jnp.exp(gap)), 1.0)
+    # Powers of two, differences of close numbers: everything from here on is exact.
+    scaled = likelihood * _LIMB
+    whole = _floor(scaled)
+    return _as_integer(whole), _as_integer(_floor((scaled - whole) * _LIMB))
+
+
+def _floor(x):
+    """floor of float32 in [0, 2^20], without the slow conversions."""
+    nearest = lax.optimization_barrier(x + _SHIFT) - _SHIFT
+    return jnp.where(nearest > x, nearest - 1.0, nearest)
+
+
+def _as_integer(x):
+    """uint32 of a whole float32 in [0, 2^20]."""
+    bits = lax.bitcast_convert_type(lax.optimization_barrier(x + _SHIFT), jnp.int32)
+    return (bits - _SHIFT_BITS).astype(jnp.uint32)
+
+
+def add_up(limb):
+    """The sum of uint32 [n], modulo 2^32."""
+    return jnp.sum(limb, dtype=jnp.uint32)
+
+
+def _body(*refs, vocabulary: Vocabulary, schedule: Schedule):
+    logits_gmem, inverse_gmem, cut_value_gmem, cut_id_gmem, num_rows_gmem, maxima_gmem = refs[:6]
+    high_gmem, low_gmem = refs[6:]
+    segment, row = lax.axis_index("segment"), lax.axis_index("row")
+    inverse = inverse_gmem[row]
+
+    @pl.when((row < num_rows_gmem[0]) & (inverse > 0.0))
+    def _weigh():
+        cut = cut_value_gmem[row], cut_id_gmem[row]
+        top = blocks.row_top(blocks.load_places(maxima_gmem, row, -jnp.inf, vocabulary))
+
+        def visit(block: Block):
+            high, low = limbs_of(block, top, inverse, *cut, vocabulary)
+            high_gmem[row, block.index] = add_up(high)
+            low_gmem[row, block.index] = add_up(low)
+
+        blocks.walk_blocks(logits_gmem, row, segment, schedule.blocks_a_cta, vocabulary, visit)
+
+
+@functools.partial(jax.jit, static_argnames=("vocabulary", "schedule", "interpret"))
+def block_weights(
+    logits: jax.Array,
+    inv_temperature: jax.Array,
+    cut_value: jax.Array,
+    cut_id: jax.Array,
+    num_rows: jax.Array,
+    maxima: jax.Array,
+    *,
+    vocabulary: Vocabulary,
+    schedule: Schedule,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """logits [R, V], maxima [R, PLACES] -> sums of the high and of the low limbs, uint32 alike.
+
+    Args: as of `hopper_summary.block_summary`. Rows with inv_temperature 0 are greedy and left out.
+
+    Invariance: row r depends on the rows r of all arrays only.
+    """
+    rows = logits.shape[0]
+    segments = -(-vocabulary.blocks // schedule.blocks_a_cta)
+    out = jax.ShapeDtypeStruct((rows, blocks.PLACES), jnp.uint32)
+    high, low = plgpu.kernel(
+        functools.partial(_body, vocabulary=vocabulary, schedule=schedule),
+        out_type=(out, out),
+        grid=(segments, rows),
+        grid_names=("segment", "row"),
+        compiler_params=blocks.compiler_params(),
+        interpret=blocks.interpret_params(interpret),
+    )(logits, inv_temperature, cut_value, cut_id, num_rows, maxima)
+    return high, low
