@@ -43,7 +43,7 @@ class ActiveCompletion:
         self.text = text
         self.token_ids: list[int] = []
         self.logprobs: list[np.float32] = []
-        self.top: list[tuple[np.ndarray, np.ndarray]] = []
+        self.top: list[tuple[np.ndarray, np.ndarray]] = []  # empty where none is asked for
         self.failure: str | None = None
 
     @property
@@ -55,10 +55,13 @@ class ActiveCompletion:
         self.failure = failure
         self.text.finish("abort")
 
-    def push(self, token: int, logprob: np.float32, top: tuple[np.ndarray, np.ndarray]) -> None:
+    def push(
+        self, token: int, logprob: np.float32, top: tuple[np.ndarray, np.ndarray] | None
+    ) -> None:
         self.token_ids.append(token)
         self.logprobs.append(logprob)
-        self.top.append(top)
+        if top is not None:
+            self.top.append(top)
         self.text.push(token)
 
 
@@ -166,7 +169,7 @@ class ActiveRequest:
                 "hold NaN or no finite maximum"
             )
             return None
-        top = (result.top_ids[index], result.top_logprobs[index])
+        top = (result.top_ids[index], result.top_logprobs[index]) if row.top else None
         if row.target != CHOOSE:
             self._prompt_logprobs[row.position] = result.logprob[index]
             self._prompt_top[row.position] = top
@@ -207,7 +210,8 @@ class ActiveRequest:
         count = self.params.logprobs
         top = None
         if count is not None:
-            top = _stack([(ids[:count], values[:count]) for ids, values in completion.top], count)
+            rows = [(ids[:count], values[:count]) for ids, values in completion.top]
+            top = _stack(rows or _no_top(len(completion.token_ids)), count)
         return CompletionOutput(
             index=completion.index,
             token_ids=completion.token_ids,
@@ -228,6 +232,11 @@ class ActiveRequest:
         blank = (np.full(count, -1, np.int32), np.full(count, np.nan, np.float32))
         rows = [blank if t is None else (t[0][:count], t[1][:count]) for t in self._prompt_top]
         return _stack(rows, count)
+
+
+def _no_top(count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What `logprobs=0` reports: a row without columns for each token."""
+    return [(np.zeros(0, np.int32), np.zeros(0, np.float32))] * count
 
 
 def _stack(rows: Sequence[tuple[np.ndarray, np.ndarray]], count: int) -> TopLogprobs:

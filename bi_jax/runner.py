@@ -1,5 +1,7 @@
 """The one place that jits: runs a step's plan in the smallest bucket that holds it."""
 
+import dataclasses
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from .audited import AuditedJit
 from .batch import LogitRow, TokenArrays, bucket_for, token_arrays
 from .kv_cache import make_cache
 from .sampling import SamplingRows, TokenChoice, sample, stack_rows
+from .sampling_rows import RowSampling
 from .scheduler import StepPlan
 
 
@@ -119,6 +122,7 @@ class Runner:
         )
         self.programs: dict[tuple[int, int, int, bool], float] = {}
         self.buckets_used: set[int] = set()
+        self._stacked: _Stacked | None = None
 
     def step_arguments(self, plan: StepPlan, rows: Sequence[LogitRow]) -> StepArguments:
         """The host arrays of a step, in the smallest buckets that hold it."""
@@ -132,9 +136,25 @@ class Runner:
                 num_requests=config.max_num_seqs,
                 pages_a_request=config.pages_a_request,
             ),
-            rows=_logit_rows(rows, size=few if len(rows) <= few else tokens),
+            rows=self._logit_rows(rows, size=few if len(rows) <= few else tokens),
             top=_top_bucket(rows, self.model_config.vocab_size),
             filters=any(row.sampling.filtered for row in rows),
+        )
+
+    def _logit_rows(self, rows: Sequence[LogitRow], *, size: int) -> LogitRows:
+        # From one step to the next often only the positions change.
+        sampling = [row.sampling for row in rows]
+        stacked = self._stacked
+        if stacked is None or not stacked.is_of(sampling, size):
+            arrays = stack_rows(sampling, [0] * len(rows), size=size)
+            stacked = self._stacked = _Stacked(sampling=sampling, size=size, arrays=arrays)
+        return LogitRows(
+            row=_column([row.row for row in rows], size),
+            target=_column([row.target for row in rows], size),
+            num_rows=np.asarray(len(rows), np.int32),
+            sampling=dataclasses.replace(
+                stacked.arrays, position=_column([row.position for row in rows], size)
+            ),
         )
 
     def run(self, plan: StepPlan, rows: Sequence[LogitRow]) -> TokenChoice:
@@ -213,18 +233,21 @@ class Runner:
         return cache, choice
 
 
-def _logit_rows(rows: Sequence[LogitRow], *, size: int) -> LogitRows:
-    def column(values: Sequence[int]) -> np.ndarray:
-        return np.array([*values, *[0] * (size - len(values))], np.int32)
+@dataclass(frozen=True, kw_only=True)
+class _Stacked:
+    """The sampling arrays of a step's rows, kept for the next step."""
 
-    return LogitRows(
-        row=column([row.row for row in rows]),
-        target=column([row.target for row in rows]),
-        num_rows=np.asarray(len(rows), np.int32),
-        sampling=stack_rows(
-            [row.sampling for row in rows], [row.position for row in rows], size=size
-        ),
-    )
+    sampling: list[RowSampling]
+    size: int
+    arrays: SamplingRows
+
+    def is_of(self, sampling: list[RowSampling], size: int) -> bool:
+        same = size == self.size and len(sampling) == len(self.sampling)
+        return same and all(map(operator.is_, sampling, self.sampling))
+
+
+def _column(values: list[int], size: int) -> np.ndarray:
+    return np.array(values + [0] * (size - len(values)), np.int32)
 
 
 def _top_bucket(rows: Sequence[LogitRow], vocab_size: int) -> int:
