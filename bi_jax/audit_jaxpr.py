@@ -72,6 +72,8 @@ class JaxprAudit:
             self.exact[name] += 1
         elif name == "scatter":
             self._scatter(eqn)
+        elif name == "sort":
+            self._sort(eqn)
         elif name == "convert_element_type":
             self._convert(eqn, made_by)
         elif name.startswith("debug_"):
@@ -94,6 +96,12 @@ class JaxprAudit:
             self.exact["scatter"] += 1
         else:
             self._refuse(eqn, "scatter", "(it does not state unique_indices=True)")
+
+    def _sort(self, eqn: Any) -> None:
+        if eqn.params["is_stable"] or len(eqn.invars) == 1:
+            self.exact["sort"] += 1
+        else:
+            self._refuse(eqn, "unknown", "(it does not state is_stable=True)")
 
     def _convert(self, eqn: Any, made_by: Mapping[Any, Any]) -> None:
         """Widening is exact; narrowing is, if the rounding before it cannot be dropped."""

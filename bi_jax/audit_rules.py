@@ -28,14 +28,14 @@ EXACT_PRIMITIVES: dict[str, str] = {
             *("stop_gradient", "name", "empty", "broadcast", "mesh_cast", "array_copy"),
             *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pbroadcast"),
             *("pvary", "bitcast_convert_type", "random_wrap", "random_unwrap", "full"),
-            *("squeeze", "empty2", "psum_cast", "axis_index", "platform_index"),
+            *("squeeze", "empty2", "axis_index", "platform_index"),
         ),
         MOVES,
     ),
     **dict.fromkeys(
         (
             *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite"),
-            *("neg", "abs", "sign", "argmax", "argmin", "sort", "top_k"),
+            *("neg", "abs", "sign", "argmax", "argmin", "top_k"),
         ),
         BITS,
     ),

@@ -121,6 +121,10 @@ def in_nested_jit(x):
     return jax.jit(lambda a: jax.jit(jnp.mean)(a))(x)
 
 
+def unstable_sort(x):
+    return lax.sort((x, -x), num_keys=1, is_stable=False)
+
+
 FAULTS = [
     (lambda x: jnp.dot(x, x.T), "dot_general", "float32[4,4]", "dot"),
     (hidden_in_a_model, "reduce_sum", "float32[4]", "reduction"),
@@ -143,6 +147,7 @@ FAULTS = [
     (under_remat, "cumsum", "float32[4,8]", "cumulative"),
     (in_a_custom_derivative, "reduce_sum", "float32[]", "reduction"),
     (in_nested_jit, "reduce_sum", "float32[]", "reduction"),
+    (unstable_sort, "sort", "float32[4,8], float32[4,8]", "unknown"),
     (lambda x: lax.rng_uniform(0.0, 1.0, x.shape), "rng_uniform", "float32[4,8]", "random"),
 ]
 
@@ -216,7 +221,15 @@ def exact_work(x, ids):
     bits = lax.bitcast_convert_type(x, jnp.int32).sum(axis=0) + jnp.cumsum(ids).sum()
     key = jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), ids[0])
     drawn = jax.random.bits(key, (3,))
-    return rounded.astype(jnp.float32), gathered, moved, bits, jnp.where(x > 0, -x, x), drawn
+    return (
+        rounded.astype(jnp.float32),
+        gathered,
+        moved,
+        bits,
+        jnp.where(x > 0, -x, x),
+        drawn,
+        jnp.sort(x),
+    )
 
 
 def test_exact_work_passes_and_is_counted():
