@@ -16,22 +16,18 @@ import argparse
 import collections
 import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import json
 import os
 import pathlib
 import re
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
 
 import jax
 import jax.experimental.pallas.mosaic_gpu  # loads the kernels' runtime
 import jax.numpy as jnp
 import numpy as np
+from device_timing import copy_bandwidth, device_times, header, operand, wall_times
 from jax import export, lax
 
 # (N, K) of the products of Llama-3.1-8B and Qwen3-8B; the first two are in both.
@@ -48,8 +44,6 @@ SWIGLU_SHAPES = {"llama_swiglu": (14336, 4096), "qwen_swiglu": (12288, 4096)}
 ROWS = (1, 2, 3, 4, 8, 16, 32, 33, 64, 100, 128, 256, 257, 512, 1000, 1024, 2048, 4096, 8192)
 SWIGLU_ROWS = (1, 8, 64, 256, 1024, 4096, 8192)
 ROTATED_BYTES = 250e6  # weights of one program, against an L2 of 50 to 60 MB
-CALLS = 3
-MARKER = "sine"  # a kernel of this name stands between two programs in the trace
 PROOF = (200, 1024, 2048)  # rows, N, K of the proof of equal bits
 
 
@@ -198,34 +192,6 @@ def _to_json(program) -> dict:
     return fields
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "wide"))
-def _random(seed, *, shape: tuple, wide: bool):
-    sign, scale = jax.random.split(jax.random.key(seed))
-    values = jax.random.normal(sign, shape, jnp.bfloat16)
-    if not wide:
-        return values
-    exponent = jax.random.uniform(scale, shape, minval=-20.0, maxval=20.0)
-    return (values.astype(jnp.float32) * jnp.exp2(exponent)).astype(jnp.bfloat16)
-
-
-@functools.cache
-def _pool() -> np.ndarray:
-    """Rows are cut from one host array: a generator for each number of rows would be compiled."""
-    values = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
-    return np.asarray(values, jnp.bfloat16)
-
-
-@functools.cache
-def operand(seed: int, shape: tuple, wide: bool):
-    """Normal values, or of both signs over 2^-20..2^20 so that another order of additions shows.
-
-    Even seeds are rows of x, odd ones weights; a seed and a shape always give the same values.
-    """
-    if seed % 2 == 0 and not wide:
-        return jax.device_put(np.resize(np.roll(_pool(), 1009 * seed), shape))
-    return _random(seed, shape=shape, wide=wide)
-
-
 def operands(program: Program) -> list:
     wide = program.proof
     return [
@@ -241,62 +207,6 @@ def compile_program(path: pathlib.Path, program: Program, peer_options: dict):
     if program.schedule is not None or program.proof:
         return lowered.compile()
     return lowered.compile(compiler_options=peer_options)
-
-
-def device_times(runs) -> list[float]:
-    """Microseconds of kernels a launch, for (compiled, operands, launches) run in a row."""
-    mark = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
-    dot = jnp.ones(8, jnp.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for compiled, args, _ in runs:
-                for _ in range(CALLS):
-                    jax.block_until_ready(mark(dot))
-                    jax.block_until_ready(compiled(*args))
-            jax.block_until_ready(mark(dot))
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        events = _gpu_events(jax.profiler.ProfileData.from_file(str(path)))
-    groups, current = [], None
-    for name, duration in events:
-        if MARKER in name:
-            current = []
-            groups.append(current)
-        elif current is not None:
-            current.append(duration)
-    if len(groups) < len(runs) * CALLS:
-        names = collections.Counter(name for name, _ in events).most_common(9)
-        raise RuntimeError(f"{len(groups)} markers in the trace, which holds {names}")
-    totals = [sum(g) / 1e3 for g in groups]
-    return [
-        statistics.median(totals[i * CALLS : (i + 1) * CALLS]) / launches
-        for i, (_, _, launches) in enumerate(runs)
-    ]
-
-
-def wall_times(runs) -> list[float]:
-    """Microseconds a launch by the host's clock; only where the profiler gives nothing."""
-    found = []
-    for compiled, args, launches in runs:
-        sets = []
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(4):
-                result = compiled(*args)
-            jax.block_until_ready(result)
-            sets.append((time.perf_counter() - start) / (4 * launches) * 1e6)
-        found.append(statistics.median(sets))
-    return found
-
-
-def _gpu_events(profile) -> list[tuple[str, float]]:
-    found = []
-    for plane in profile.planes:
-        if "GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            if line.name.startswith("Stream"):
-                found += [(e.start_ns, e.name, e.duration_ns) for e in line.events]
-    return [(name, duration) for _, name, duration in sorted(found)]
 
 
 def compare_bits(proofs) -> list[dict]:
@@ -325,18 +235,6 @@ def _float64(x, w):
     gate, up = x @ w[0].T, x @ w[1].T
     with np.errstate(over="ignore"):
         return gate / (1 + np.exp(-gate)) * up
-
-
-def copy_bandwidth() -> float:
-    """Bytes/s, read and written, of a large copy, by device time."""
-    source = operand(1, (1 << 30,), False)
-    copy = jax.jit(lambda a: lax.optimization_barrier(jnp.copy(a))).lower(source).compile()
-    jax.block_until_ready(copy(source))
-    start = time.perf_counter()
-    for _ in range(8):
-        result = copy(source)
-    jax.block_until_ready(result)
-    return 8 * 4 * source.size / (time.perf_counter() - start)
 
 
 def run(args) -> None:
@@ -421,23 +319,6 @@ def _in_threads(work, items, deadline: float) -> list:
     if failed:
         print(failed.most_common(3), flush=True)
     return done
-
-
-def header(bandwidth: float) -> dict:
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    chip, driver = subprocess.check_output(query, text=True).strip().split(", ")
-    return dict(
-        date=datetime.date.today().isoformat(),
-        chip=chip,
-        driver=driver,
-        jax=jax.__version__,
-        jaxlib=jax.lib.__version__,
-        python=sys.version.split()[0],
-        command="python scripts/bench_kernels.py " + " ".join(sys.argv[1:2]),
-        copy_bandwidth_tb_s=round(bandwidth / 1e12, 3),
-        peak="bf16 dense 989 TFLOP/s (datasheet)",
-        rows="ours in its row bucket (2^n from 8 to 256, then multiples of 8), the peer exact",
-    )
 
 
 def cells(result, dtype: str = "bfloat16") -> list[dict]:

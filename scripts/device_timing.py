@@ -1,0 +1,132 @@
+"""Device times, bandwidth and operands for the benchmarks of kernels."""
+
+import collections
+import datetime
+import functools
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+CALLS = 3
+MARKER = "sine"  # a kernel of this name stands between two programs in the trace
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "wide"))
+def _random(seed, *, shape: tuple, wide: bool):
+    sign, scale = jax.random.split(jax.random.key(seed))
+    values = jax.random.normal(sign, shape, jnp.bfloat16)
+    if not wide:
+        return values
+    exponent = jax.random.uniform(scale, shape, minval=-20.0, maxval=20.0)
+    return (values.astype(jnp.float32) * jnp.exp2(exponent)).astype(jnp.bfloat16)
+
+
+@functools.cache
+def _pool() -> np.ndarray:
+    """Rows are cut from one host array: a generator for each number of rows would be compiled."""
+    values = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
+    return np.asarray(values, jnp.bfloat16)
+
+
+@functools.cache
+def operand(seed: int, shape: tuple, wide: bool):
+    """Normal values, or of both signs over 2^-20..2^20 so that another order of additions shows.
+
+    Even seeds are rows of x, odd ones weights; a seed and a shape always give the same values.
+    """
+    if seed % 2 == 0 and not wide:
+        return jax.device_put(np.resize(np.roll(_pool(), 1009 * seed), shape))
+    return _random(seed, shape=shape, wide=wide)
+
+
+def device_times(runs) -> list[float]:
+    """Microseconds of kernels a launch, for (compiled, operands, launches) run in a row."""
+    mark = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
+    dot = jnp.ones(8, jnp.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for compiled, args, _ in runs:
+                for _ in range(CALLS):
+                    jax.block_until_ready(mark(dot))
+                    jax.block_until_ready(compiled(*args))
+            jax.block_until_ready(mark(dot))
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        events = _gpu_events(jax.profiler.ProfileData.from_file(str(path)))
+    groups, current = [], None
+    for name, duration in events:
+        if MARKER in name:
+            current = []
+            groups.append(current)
+        elif current is not None:
+            current.append(duration)
+    if len(groups) < len(runs) * CALLS:
+        names = collections.Counter(name for name, _ in events).most_common(9)
+        raise RuntimeError(f"{len(groups)} markers in the trace, which holds {names}")
+    totals = [sum(g) / 1e3 for g in groups]
+    return [
+        statistics.median(totals[i * CALLS : (i + 1) * CALLS]) / launches
+        for i, (_, _, launches) in enumerate(runs)
+    ]
+
+
+def wall_times(runs) -> list[float]:
+    """Microseconds a launch by the host's clock; only where the profiler gives nothing."""
+    found = []
+    for compiled, args, launches in runs:
+        sets = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(4):
+                result = compiled(*args)
+            jax.block_until_ready(result)
+            sets.append((time.perf_counter() - start) / (4 * launches) * 1e6)
+        found.append(statistics.median(sets))
+    return found
+
+
+def _gpu_events(profile) -> list[tuple[str, float]]:
+    found = []
+    for plane in profile.planes:
+        if "GPU" not in plane.name:
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):
+                found += [(e.start_ns, e.name, e.duration_ns) for e in line.events]
+    return [(name, duration) for _, name, duration in sorted(found)]
+
+
+def copy_bandwidth() -> float:
+    """Bytes/s, read and written, of a large copy, by device time."""
+    source = operand(1, (1 << 30,), False)
+    copy = jax.jit(lambda a: lax.optimization_barrier(jnp.copy(a))).lower(source).compile()
+    jax.block_until_ready(copy(source))
+    start = time.perf_counter()
+    for _ in range(8):
+        result = copy(source)
+    jax.block_until_ready(result)
+    return 8 * 4 * source.size / (time.perf_counter() - start)
+
+
+def header(bandwidth: float) -> dict:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    chip, driver = subprocess.check_output(query, text=True).strip().split(", ")
+    return dict(
+        date=datetime.date.today().isoformat(),
+        chip=chip,
+        driver=driver,
+        jax=jax.__version__,
+        jaxlib=jax.lib.__version__,
+        python=sys.version.split()[0],
+        command="python scripts/bench_kernels.py " + " ".join(sys.argv[1:2]),
+        copy_bandwidth_tb_s=round(bandwidth / 1e12, 3),
+        peak="bf16 dense 989 TFLOP/s (datasheet)",
+        rows="ours in its row bucket (2^n from 8 to 256, then multiples of 8), the peer exact",
+    )
