@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +15,12 @@ from scripts.train_grpo import advantages
 from tests.bi_jax import small_trainer as small
 
 PROMPTS, SAMPLES, STEPS = 2, 2, 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _optax_promotes_dtypes():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def _trainer(micro_batch: int) -> Trainer:
