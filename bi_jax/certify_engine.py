@@ -161,7 +161,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _programs(engine: Engine) -> list[dict[str, Any]]:
-    names = ("tokens", "logit_rows", "top_tokens", "filters")
+    names = ("tokens", "logit_rows", "top_tokens", "filters", "steps")
     reports = engine.runner.step_program.reports
     return [
         {

@@ -20,6 +20,10 @@ class EngineConfig:
       prefix_caching: (schedule) prompts that begin alike share the pages of that beginning, also
         with requests that are done. A prompt whose own log-probabilities are asked for is computed
         in full.
+      decode_steps: (schedule) tokens that are drawn in one dispatch when nobody waits and every
+        completion draws a token a step. More than 1 saves work of the host between tokens; a
+        completion that ends on the way costs the rest of the dispatch, and new requests wait for
+        its end.
       max_num_requests: (schedule) requests that may be running or waiting at once; more are
         refused. None: no limit.
       audit: (no schedule, but it cannot change a bit either) audit each compiled step before it
@@ -34,12 +38,14 @@ class EngineConfig:
     cache_bytes: int = 256 * 2**20
     max_model_len: int | None = None
     prefix_caching: bool = True
+    decode_steps: int = 1
     max_num_requests: int | None = None
     audit: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "cache_bytes"):
             _require_positive(name, getattr(self, name))
+        _require_positive("decode_steps", self.decode_steps)
         for name in ("num_pages", "max_model_len", "max_num_requests"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))

@@ -124,6 +124,7 @@ class Engine:
                 page_size=self.config.page_size,
                 max_model_len=self.max_model_len,
                 prefix_caching=self.config.prefix_caching,
+                decode_steps=self.config.decode_steps,
             )
         )
         self.runner = Runner(
@@ -439,17 +440,21 @@ class Engine:
         self._counters.planned(plan)
         try:
             rows = self._logit_rows(plan)
-            result = self.runner.run(plan, rows)
+            results = self.runner.run(plan, rows)
         except BaseException as error:
             number = self._counters.steps + self._counters.failed_steps
             self._roll_back()
             if not isinstance(error, Exception):
                 raise  # the user interrupts; what was going on can still go on
             raise StepFailed(number, self._requests_of(plan), error) from error
-        drawn = self._take_results(plan, rows, result)
+        drawn: dict[int, list[int]] = {}
+        for result in results:
+            self._take_result(plan, rows, result, drawn)
+            if plan.num_steps > 1:
+                rows = [replace(row, position=row.position + 1) for row in rows]
         self.scheduler.commit(plan, drawn)
         seconds = time.perf_counter() - started
-        self._counters.ran(plan, drawn=len(drawn), seconds=seconds)
+        self._counters.ran(plan, drawn=sum(map(len, drawn.values())), seconds=seconds)
         self._collect(plan)
 
     @_locked
@@ -488,11 +493,14 @@ class Engine:
             rows += owner.logit_rows(index, item, first)
         return rows
 
-    def _take_results(
-        self, plan: StepPlan, rows: Sequence[LogitRow], result: Any
-    ) -> dict[int, int]:
-        """Hands every row to its request; returns the tokens drawn, by sequence."""
-        drawn: dict[int, int] = {}
+    def _take_result(
+        self,
+        plan: StepPlan,
+        rows: Sequence[LogitRow],
+        result: Any,
+        drawn: dict[int, list[int]],
+    ) -> None:
+        """Hands every row to its request; adds the tokens drawn, by sequence."""
         for index, row in enumerate(rows):
             seq_id = plan.items[row.item].sequence.seq_id
             owner = self._owners[seq_id]
@@ -502,12 +510,11 @@ class Engine:
                 owner.fail(seq_id, error)
                 continue
             if token is not None:
-                drawn[seq_id] = token
+                drawn.setdefault(seq_id, []).append(token)
                 if owner.first_token_at is None:
                     owner.first_token_at = time.perf_counter()
                     waited = owner.first_token_at - owner.added_at
                     self._counters.first_token_seconds.append(waited)
-        return drawn
 
     def _roll_back(self) -> None:
         """After a step that raised: its pages and the cache's buffers may hold anything."""

@@ -78,7 +78,7 @@ class Counters:
     def ran(self, plan: StepPlan, *, drawn: int, seconds: float) -> None:
         """A planned step ran."""
         self.steps += 1
-        self.tokens_computed += plan.num_tokens
+        self.tokens_computed += plan.num_tokens * plan.num_steps
         self.tokens_reused += plan.num_reused
         self.tokens_drawn += drawn
         self.busy_seconds += seconds

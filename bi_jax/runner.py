@@ -67,11 +67,12 @@ class StepArguments:
     rows: LogitRows
     top: int
     filters: bool
+    steps: int
 
     @property
-    def program(self) -> tuple[int, int, int, bool]:
-        """Which compiled program runs it: tokens, logit rows, top tokens, filters."""
-        return len(self.tokens.tokens), len(self.rows.row), self.top, self.filters
+    def program(self) -> tuple[int, int, int, bool, int]:
+        """Which compiled program runs it: tokens, logit rows, top tokens, filters, steps."""
+        return len(self.tokens.tokens), len(self.rows.row), self.top, self.filters, self.steps
 
 
 def compute_state(state: nnx.State, dtype: str) -> nnx.State:
@@ -92,8 +93,8 @@ def compute_state(state: nnx.State, dtype: str) -> nnx.State:
 class Runner:
     """Holds parameters and cache on the device and runs steps.
 
-    A program is compiled for each (token bucket, logit rows, top tokens, filters) that comes up;
-    which one runs is schedule.
+    A program is compiled for each (token bucket, logit rows, top tokens, filters, steps) that comes
+    up; which one runs is schedule.
     """
 
     def __init__(
@@ -116,11 +117,11 @@ class Runner:
         self.step_program = AuditedJit(
             self._step_function,
             audited=audited,
-            static_argnames=("top", "filters"),
+            static_argnames=("top", "filters", "steps"),
             donate_argnames=("cache",),
             compiler_options=options,
         )
-        self.programs: dict[tuple[int, int, int, bool], float] = {}
+        self.programs: dict[tuple[int, int, int, bool, int], float] = {}
         self.buckets_used: set[int] = set()
         self._stacked: _Stacked | None = None
 
@@ -139,6 +140,7 @@ class Runner:
             rows=self._logit_rows(rows, size=few if len(rows) <= few else tokens),
             top=_top_bucket(rows, self.model_config.vocab_size),
             filters=any(row.sampling.filtered for row in rows),
+            steps=plan.num_steps,
         )
 
     def _logit_rows(self, rows: Sequence[LogitRow], *, size: int) -> LogitRows:
@@ -157,11 +159,11 @@ class Runner:
             ),
         )
 
-    def run(self, plan: StepPlan, rows: Sequence[LogitRow]) -> TokenChoice:
+    def run(self, plan: StepPlan, rows: Sequence[LogitRow]) -> list[TokenChoice]:
         """Computes the plan's tokens, stores their keys, and draws or scores a token a row.
 
         Returns:
-          NumPy arrays, one entry a row.
+          For each of the plan's steps: NumPy arrays, one entry a row.
         """
         step = self.step_arguments(plan, rows)
         self.buckets_used.add(step.program[0])
@@ -175,11 +177,13 @@ class Runner:
             step.rows,
             top=step.top,
             filters=step.filters,
+            steps=step.steps,
         )
         host = jax.device_get(choice)
         if step.program not in self.programs:
             self.programs[step.program] = time.perf_counter() - started
-        return jax.tree.map(lambda a: a[: len(rows)], host)
+        count = len(rows)
+        return [jax.tree.map(lambda a, i=i: a[i, :count], host) for i in range(step.steps)]
 
     def reset_cache(self) -> None:
         """An empty cache in place of the old one, whose buffers a failed step may have taken."""
@@ -207,6 +211,40 @@ class Runner:
         return self._state
 
     def _step_function(
+        self,
+        state: nnx.State,
+        cache: Any,
+        tokens: jax.Array,
+        batch: RaggedBatch,
+        rows: LogitRows,
+        *,
+        top: int,
+        filters: bool,
+        steps: int,
+    ) -> tuple[Any, TokenChoice]:
+        """The cache and the choices of all steps, [steps, R] each."""
+
+        def one(cache: Any, tokens: jax.Array, batch: RaggedBatch, rows: LogitRows) -> Any:
+            return self._one_step(state, cache, tokens, batch, rows, top=top, filters=filters)
+
+        if steps == 1:
+            cache, choice = one(cache, tokens, batch, rows)
+            return cache, jax.tree.map(lambda a: a[None], choice)
+
+        def go_on(carry: Any, _: None) -> Any:
+            # Every item is one token, so row i of the logits is row i of the tokens.
+            cache, tokens, positions, drawn_at = carry
+            here = dataclasses.replace(batch, positions=positions)
+            sampling = dataclasses.replace(rows.sampling, position=drawn_at)
+            cache, choice = one(cache, tokens, here, dataclasses.replace(rows, sampling=sampling))
+            tokens = tokens.at[: choice.token.shape[0]].set(choice.token)
+            return (cache, tokens, positions + 1, drawn_at + 1), choice
+
+        start = (cache, tokens, batch.positions, rows.sampling.position)
+        (cache, *_), choices = jax.lax.scan(go_on, start, None, length=steps)
+        return cache, choices
+
+    def _one_step(
         self,
         state: nnx.State,
         cache: Any,

@@ -8,7 +8,8 @@ again later. None of this can change a bit of any sequence.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from .page_pool import PagePool
@@ -25,6 +26,7 @@ class SchedulerConfig:
       num_pages, page_size: the cache.
       max_model_len: longest sequence in tokens.
       prefix_caching: whether sequences that begin alike share the pages of that beginning.
+      decode_steps: tokens that one plan may draw for each sequence, when all do nothing else.
     """
 
     max_num_seqs: int
@@ -33,6 +35,7 @@ class SchedulerConfig:
     page_size: int
     max_model_len: int
     prefix_caching: bool = True
+    decode_steps: int = 1
 
     def __post_init__(self) -> None:
         for name in (
@@ -41,6 +44,7 @@ class SchedulerConfig:
             "num_pages",
             "page_size",
             "max_model_len",
+            "decode_steps",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
@@ -93,11 +97,14 @@ class StepPlan:
 
     Attributes:
       items: each sequence's part.
+      num_steps: how often the model runs; more than 1 when each item is the one last token of its
+        sequence: then the token drawn is the next run's.
       num_preempted: sequences that were sent back to wait, to be caught up again.
       num_reused: tokens of newly admitted sequences that need no computing, thanks to the cache.
     """
 
     items: tuple[PlannedSequence, ...]
+    num_steps: int = 1
     num_preempted: int = 0
     num_reused: int = 0
 
@@ -165,20 +172,34 @@ class Scheduler:
         assert items or not self.num_unfinished
         if not items:
             return None
-        return StepPlan(items=tuple(items), num_preempted=preempted, num_reused=reused)
+        num_steps = self.config.decode_steps
+        if num_steps > 1 and not self._room_to_go_on(items, num_steps):
+            num_steps = 1
+        if num_steps > 1:
+            items = [self._with_pages(item, num_steps) for item in items]
+        return StepPlan(
+            items=tuple(items), num_steps=num_steps, num_preempted=preempted, num_reused=reused
+        )
 
-    def commit(self, plan: StepPlan, tokens: dict[int, int]) -> None:
-        """Records a step that ran: what it computed and the token each drawing sequence drew."""
+    def commit(self, plan: StepPlan, tokens: Mapping[int, list[int]]) -> None:
+        """Records a step that ran: what it computed and the tokens each drawing sequence drew.
+
+        Args:
+          plan: what ran.
+          tokens: by sequence; at most one for each of the plan's runs, fewer for a sequence that
+            ended on the way.
+        """
         size = self.config.page_size
         for item in plan.items:
             sequence = item.sequence
-            sequence.num_computed = item.start + item.count
+            drawn = tokens.get(sequence.seq_id, ())
+            sequence.token_ids += drawn
+            # The last token drawn has been through no run.
+            sequence.num_computed = item.start + item.count + max(0, len(drawn) - 1)
             if self.config.prefix_caching and sequence.num_computed // size > item.start // size:
                 self.cache.extend_keys(sequence.page_keys, sequence.token_ids)
                 for page in range(item.start // size, sequence.num_computed // size):
                     self.cache.add(sequence.page_keys[page], sequence.pages[page])
-            if sequence.seq_id in tokens:
-                sequence.token_ids.append(tokens[sequence.seq_id])
 
     def roll_back(self) -> None:
         """After a step that failed: nothing in the cache is trusted, everything is caught up again.
@@ -208,6 +229,21 @@ class Scheduler:
             for page in sequence.pages:
                 self.cache.forget(page)
         self._free(sequence)
+
+    def _room_to_go_on(self, items: list[PlannedSequence], num_steps: int) -> bool:
+        """Whether all there is to do is to draw, and pages and context hold that many tokens."""
+        if self._waiting or any(item.count > 1 or not item.draws for item in items):
+            return False
+        sequences = [item.sequence for item in items]
+        longest = max(len(sequence.token_ids) for sequence in sequences)
+        missing = sum(self._pages_missing(sequence, num_steps) for sequence in sequences)
+        fits = longest + num_steps - 1 <= self.config.max_model_len
+        return fits and len(items) == len(self._running) and missing <= self.pool.num_free
+
+    def _with_pages(self, item: PlannedSequence, num_steps: int) -> PlannedSequence:
+        sequence = item.sequence
+        sequence.pages += self.pool.take(self._pages_missing(sequence, num_steps))
+        return replace(item, pages=tuple(sequence.pages))
 
     def _plan_running(self, items: list[PlannedSequence]) -> int:
         budget = self.config.max_num_batched_tokens

@@ -96,12 +96,12 @@ def test_nan_in_one_requests_logits_ends_that_request_only(expected: list[Reques
     true_run, steps = engine.runner.run, iter(range(10_000))
 
     def run(plan: Any, rows: Any) -> Any:
-        result = true_run(plan, rows)
+        results = true_run(plan, rows)
         if next(steps) == 12:
             owners = [engine._owners[plan.items[r.item].sequence.seq_id] for r in rows]
             bad = np.array([owner.request.request_id == "r1" for owner in owners])
-            result = dataclasses.replace(result, bad_row=bad)
-        return result
+            results = [dataclasses.replace(results[0], bad_row=bad)]
+        return results
 
     engine.runner.run = run
     mine = requests(engine)

@@ -54,6 +54,7 @@ def test_completions_are_long_and_hold_many_distinct_tokens():
         ("two at a time", {"max_num_seqs": 2}),
         ("no prefix cache", {"prefix_caching": False}),
         ("pages are short", {"num_pages": 17}),
+        ("five tokens a dispatch", {"decode_steps": 5}),
     ],
 )
 def test_schedules(name: str, schedule: dict):
@@ -61,6 +62,9 @@ def test_schedules(name: str, schedule: dict):
     tiny.assert_same_completions(engine.generate(PROMPTS, PARAMS), expected(), name)
     if name == "pages are short":
         assert engine.metrics().preemptions > 0
+    if name == "five tokens a dispatch":
+        # Ours end after 128 to 143 tokens: most come five at a time, and some end on the way.
+        assert 25 < engine.metrics().steps < 50
     if name == "all at once":
         assert engine.runner.buckets_used == {8, 64}
 
@@ -235,6 +239,17 @@ def test_modes_of_log_probabilities():
     scored = tiny.rescheduled().generate([[*PROMPTS[0], *tokens]], plain)[0].prompt_logprobs
     assert scored is not None
     assert_same_bits(scored[len(PROMPTS[0]) :], raw.outputs[0].logprobs)
+    # A prompt's own top tokens, reported beside requests that ask for more of them.
+    few = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=3)
+    output = engine.generate([PROMPTS[3], PROMPTS[0]], [few, modes[0]])[0]
+    top = output.prompt_top_logprobs
+    assert top is not None and output.prompt_logprobs is not None
+    assert top.token_ids.shape == (37, 3) and (top.token_ids[0] == -1).all()
+    assert (np.diff(top.logprobs[1:], axis=1) <= 0).all()
+    rest = output.prompt_logprobs[1:]
+    assert (rest <= top.logprobs[1:, 0]).all()
+    hits = top.token_ids[1:] == np.array(PROMPTS[3][1:])[:, None]
+    assert_same_bits(top.logprobs[1:][hits], rest[hits.any(axis=1)])
 
 
 def fresh_process(cache: Path) -> str:

@@ -1,5 +1,6 @@
 """Plans under every limit: no page leaks, every sequence ends, nobody starves."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import pytest
@@ -17,6 +18,7 @@ LIMITS = st.builds(
     page_size=st.just(4),
     max_model_len=st.just(24),
     prefix_caching=st.booleans(),
+    decode_steps=st.integers(1, 3),
 )
 
 
@@ -25,6 +27,11 @@ def config(**changes: object) -> SchedulerConfig:
         max_num_seqs=4, max_num_batched_tokens=8, num_pages=16, page_size=4, max_model_len=64
     )
     return SchedulerConfig(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def drawn_by(sequence: Sequence) -> int:
+    """The token that a sequence always draws."""
+    return 3 + sequence.seq_id % 2
 
 
 class Device:
@@ -41,14 +48,16 @@ class Device:
         """
         written = set()
         for item in plan.items:
-            for place in range(item.start, item.start + item.count):
+            tokens = item.sequence.token_ids + [drawn_by(item.sequence)] * (plan.num_steps - 1)
+            for place in range(item.start, item.start + item.count + plan.num_steps - 1):
                 slot = self._slot(item.pages, place)
                 assert slot not in written, "two tokens of a step share a slot"
                 written.add(slot)
-                self.slots[slot] = tuple(item.sequence.token_ids[: place + 1])
+                self.slots[slot] = tuple(tokens[: place + 1])
         for item in plan.items:
-            for place in range(item.start + item.count):
-                expected = tuple(item.sequence.token_ids[: place + 1])
+            tokens = item.sequence.token_ids + [drawn_by(item.sequence)] * (plan.num_steps - 1)
+            for place in range(item.start + item.count + plan.num_steps - 1):
+                expected = tuple(tokens[: place + 1])
                 assert self.slots[self._slot(item.pages, place)] == expected
 
     def _slot(self, pages: Iterable[int], place: int) -> tuple[int, int]:
@@ -89,7 +98,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.check(plan)
         self.device.run(plan)
-        drawn = {i.sequence.seq_id: 3 + i.sequence.seq_id % 2 for i in plan.items if i.draws}
+        drawn: dict[int, list[int]] = {}
+        for sequence in (item.sequence for item in plan.items if item.draws):
+            _, end = self.ends[sequence.seq_id]
+            count = min(plan.num_steps, end - len(sequence.token_ids))  # it may end on the way
+            drawn[sequence.seq_id] = [drawn_by(sequence)] * count
         self.scheduler.commit(plan, drawn)
         for seq_id in drawn:
             sequence, end = self.ends[seq_id]
@@ -142,6 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert plan.num_steps in (1, self.limits.decode_steps)
         assert len(plan.items) <= self.limits.max_num_seqs
         assert self.scheduler.num_running <= self.limits.max_num_seqs
         assert len({item.sequence.seq_id for item in plan.items}) == len(plan.items)
@@ -164,7 +178,7 @@ def run(scheduler: Scheduler, ends: dict[int, int], sequences: list[Sequence]) -
         plan = scheduler.plan()
         assert plan is not None
         plans.append(plan)
-        scheduler.commit(plan, {i.sequence.seq_id: 9 for i in plan.items if i.draws})
+        scheduler.commit(plan, {i.sequence.seq_id: [9] for i in plan.items if i.draws})
         for seq_id, sequence in list(left.items()):
             if len(sequence.token_ids) >= ends[seq_id]:
                 scheduler.remove(left.pop(seq_id))
@@ -183,6 +197,7 @@ def add(scheduler: Scheduler, *lengths: int, token: int | None = None) -> list[S
 
 @given(limits=LIMITS, lengths=st.lists(st.integers(1, 16), min_size=1, max_size=8))
 def test_the_first_to_come_is_the_first_to_end(limits: SchedulerConfig, lengths: list[int]):
+    limits = dataclasses.replace(limits, decode_steps=1)
     scheduler = Scheduler(limits)
     sequences = add(scheduler, *lengths)
     first = sequences[0]
@@ -194,7 +209,7 @@ def test_the_first_to_come_is_the_first_to_end(limits: SchedulerConfig, lengths:
         assert plan.items[0].sequence is first
         behind = lengths[0] if steps == 0 else first.num_behind
         assert plan.items[0].count == min(behind, limits.max_num_batched_tokens)
-        scheduler.commit(plan, {i.sequence.seq_id: 9 for i in plan.items if i.draws})
+        scheduler.commit(plan, {i.sequence.seq_id: [9] for i in plan.items if i.draws})
         for sequence in sequences[1:]:
             if len(sequence.token_ids) >= lengths[sequence.seq_id] + 4 and sequence.pages:
                 scheduler.remove(sequence)
@@ -257,6 +272,22 @@ def test_others_pass_those_who_wait_for_a_page():
     scheduler.commit(plan, {})
     plan = scheduler.plan()
     assert plan is not None and [i.sequence for i in plan.items] == [first, other]
+
+
+def test_several_tokens_a_plan_when_all_do_nothing_else():
+    scheduler = Scheduler(config(decode_steps=3, num_pages=8, max_model_len=15))
+    first, second = add(scheduler, 3, 9)
+    steps = []
+    while len(first.token_ids) < 15:
+        plan = scheduler.plan()
+        assert plan is not None
+        steps.append((plan.num_steps, plan.num_tokens))
+        draws = [item.sequence.seq_id for item in plan.items if item.draws]
+        scheduler.commit(plan, {seq_id: [9] * plan.num_steps for seq_id in draws})
+        if len(second.token_ids) >= 15 and second.pages:
+            scheduler.remove(second)
+    # Two to read the prompts; three at a time; one at a time towards the end of the context.
+    assert steps == [(1, 8), (1, 5), (3, 2), (3, 2), (3, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "num_pages"])
