@@ -19,6 +19,7 @@ from jax import lax
 from ..float_order import NEG_INF, from_order_key
 
 I32 = jnp.int32
+Interpret = bool | plgpu.InterpretGPUParams  # how to run in the interpreter, if at all
 THREADS = 128  # of one warpgroup
 PLACES = 128  # blocks of a row at most: the per-block arrays are [R, PLACES]
 MAX_ROWS = 65535  # of a launch grid's second axis
@@ -166,5 +167,5 @@ def compiler_params() -> plgpu.CompilerParams:
     return plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES)
 
 
-def interpret_params(interpret: bool) -> plgpu.InterpretGPUParams | None:
-    return plgpu.InterpretGPUParams() if interpret else None
+def interpret_params(interpret: Interpret) -> plgpu.InterpretGPUParams | None:
+    return plgpu.InterpretGPUParams() if interpret is True else interpret or None

@@ -65,7 +65,7 @@ def block_summary(
     vocabulary: Vocabulary,
     schedule: Schedule,
     with_sums: bool = True,
-    interpret: bool = False,
+    interpret: blocks.Interpret = False,
 ) -> tuple[jax.Array, ...]:
     """logits [R, V] -> maxima float32 [R, PLACES], and the sums likewise unless `with_sums` is off.
 

@@ -90,7 +90,7 @@ def merge_and_score(
     *,
     vocabulary: Vocabulary,
     vocab_size: int,
-    interpret: bool = False,
+    interpret: blocks.Interpret = False,
 ) -> tuple[jax.Array, jax.Array]:
     """target [R, N] and the block summary [R, PLACES] -> (logprob [R, N], log_sum_exp [R]).
 
@@ -123,7 +123,7 @@ def target_logprobs_hopper(
     *,
     topology: LogSoftmaxTopology,
     schedule: Schedule | None = None,
-    interpret: bool = False,
+    interpret: blocks.Interpret = False,
 ) -> tuple[jax.Array, jax.Array]:
     """logits float32 [R, V], target int32 [R, N] -> see `api.target_logprobs`.
 

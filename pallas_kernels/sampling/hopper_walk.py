@@ -162,7 +162,7 @@ def from_digits(top, middle, low) -> wide.Wide:
 
 @functools.partial(jax.jit, static_argnames=("vocabulary", "interpret"))
 def pick_token(
-    arrays: dict[str, jax.Array], *, vocabulary: Vocabulary, interpret: bool = False
+    arrays: dict[str, jax.Array], *, vocabulary: Vocabulary, interpret: blocks.Interpret = False
 ) -> tuple[jax.Array, ...]:
     """Block maxima, and perhaps weights and sums, -> (token int32 [R], bad_row int32 [R], ...).
 

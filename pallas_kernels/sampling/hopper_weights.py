@@ -27,7 +27,11 @@ _SHIFT_BITS = 0x4B000000  # of _SHIFT; the integer stands in the bits below
 def limbs_of(block: Block, top, inverse, cut_value, cut_id, vocabulary: Vocabulary):
     """The two limbs of the weights of one block, uint32 [block] each."""
     x = blocks.kept_logits(block, cut_value, cut_id, vocabulary)
-    gap = lax.optimization_barrier((x - top) * inverse)
+    return limb_values(lax.optimization_barrier((x - top) * inverse))
+
+
+def limb_values(gap):
+    """The two limbs of floor(exp(gap) * 2^40)."""
     likelihood = jnp.minimum(lax.optimization_barrier(jnp.exp(gap)), 1.0)
     # Powers of two, differences of close numbers: everything from here on is exact.
     scaled = likelihood * _LIMB
@@ -82,7 +86,7 @@ def block_weights(
     *,
     vocabulary: Vocabulary,
     schedule: Schedule,
-    interpret: bool = False,
+    interpret: blocks.Interpret = False,
 ) -> tuple[jax.Array, jax.Array]:
     """logits [R, V], maxima [R, PLACES] -> sums of the high and of the low limbs, uint32 alike.
 

@@ -35,7 +35,7 @@ def choose_token_hopper(
     topology: SamplingTopology,
     schedule: Schedule | None = None,
     sampled: bool = True,
-    interpret: bool = False,
+    interpret: blocks.Interpret = False,
 ) -> tuple[jax.Array, jax.Array]:
     """logits float32 [R, V] -> (token int32 [R], bad_row bool [R]); see `api.choose_token`.
 
@@ -95,7 +95,7 @@ def _weight_arrays(
     key_words: jax.Array,
     vocabulary: Vocabulary,
     schedule: Schedule,
-    interpret: bool,
+    interpret: blocks.Interpret,
 ) -> dict[str, jax.Array]:
     high, low = block_weights(
         *arrays.values(), vocabulary=vocabulary, schedule=schedule, interpret=interpret
@@ -119,7 +119,7 @@ def choose_and_score_hopper(
     topology: SamplingTopology,
     schedule: Schedule | None = None,
     sampled: bool = True,
-    interpret: bool = False,
+    interpret: blocks.Interpret = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """`choose_token` and then `target_logprobs` of the token, with one summary pass for both.
 
