@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import itertools
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,58 +18,22 @@ from bi_jax.models.checkpoint import find_model, load_params, read_config
 from bi_jax.models.ops import TransformerOps
 from bi_jax.models.transformer import Transformer, build_transformer
 
-from .active import ActiveCompletion, ActiveRequest
-from .batch import LogitRow, first_rows
+from .active import ActiveRequest
 from .config import EngineConfig
 from .identity import Identity, digest_of_state, identity_of
 from .kv_cache import bytes_a_page
-from .metrics import Counters, EngineMetrics, milliseconds
 from .ops import pick_backends, transformer_ops
 from .progress import Progress
 from .request import Request, RequestOutput, SamplingParams
 from .runner import Runner, RunnerConfig
-from .scheduler import Scheduler, SchedulerConfig, StepPlan
+from .scheduler import Scheduler, SchedulerConfig
+from .step_loop import StepLoop, locked
 from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
 
-def _locked[**P, R](method: Callable[P, R]) -> Callable[P, R]:
-    """Keeps an engine's method out of a step that another thread runs."""
-
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with args[0]._lock:  # type: ignore[attr-defined]
-            return method(*args, **kwargs)
-
-    return run
-
-
-class EngineFull(ValueError):
-    """The engine has as many requests as it admits; try again when some are done."""
-
-
-class StepFailed(RuntimeError):
-    """A step raised; the cause is chained.
-
-    No request is lost by it: all are queued again and the next step goes on with them. A request
-    that is to blame can be aborted.
-
-    Attributes:
-      step: number of the step.
-      request_ids: requests that were computed in it.
-    """
-
-    def __init__(self, step: int, request_ids: tuple[str, ...], error: Exception) -> None:
-        super().__init__(
-            f"step {step} failed with {type(error).__name__}: {error}; its requests are queued "
-            f"again: {', '.join(request_ids)}"
-        )
-        self.step = step
-        self.request_ids = request_ids
-
-
-class Engine:
+class Engine(StepLoop):
     """Generates completions whose bits do not depend on what else is generated.
 
     Args:
@@ -148,14 +109,6 @@ class Engine:
         self._request_ids = itertools.count()
         self._seq_ids = itertools.count()
         self._start_afresh(scheduler)
-
-    def _start_afresh(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self._active: dict[str, ActiveRequest] = {}
-        self._owners: dict[int, ActiveRequest] = {}
-        self._unclaimed: list[RequestOutput] = []
-        self._lock = threading.RLock()  # held during a step, and by all that changes what it reads
-        self._counters = Counters()
 
     @classmethod
     def from_pretrained(
@@ -300,52 +253,6 @@ class Engine:
         self._check_request(request)
         return request
 
-    def add_request(self, request: Request) -> ActiveRequest:
-        """Queues a request's completions; a request without a seed is given one here.
-
-        Raises:
-          ValueError: a request of this id is running, or it cannot be served.
-          EngineFull: there are max_num_requests already.
-        """
-        return self._add(request, claimed=False)
-
-    @_locked
-    def _add(self, request: Request, *, claimed: bool) -> ActiveRequest:
-        """Queues a request; `claimed` when the caller itself hands the output on."""
-        if request.request_id in self._active:
-            raise ValueError(f"the request {request.request_id!r} is already running")
-        self._check_request(request)
-        self._check_room(1)
-        active = ActiveRequest(
-            request,
-            seq_ids=self._seq_ids,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self._eos_token_ids(),
-            max_model_len=self.max_model_len,
-            claimed=claimed,
-        )
-        self._active[request.request_id] = active
-        for completion in active.completions:
-            self._owners[completion.sequence.seq_id] = active
-            self.scheduler.add(completion.sequence)
-        return active
-
-    @_locked
-    def abort(self, request_id: str) -> RequestOutput:
-        """Ends a running request and returns what there is of it.
-
-        Raises:
-          ValueError: no such request is running.
-        """
-        if request_id not in self._active:
-            raise ValueError(f"no request {request_id!r} is running")
-        active = self._active[request_id]
-        for completion in active.completions:
-            if not completion.finished:
-                completion.abort()
-                self._release(completion)
-        return self._finish(active)
-
     def rescheduled(
         self, *, token_buckets: tuple[int, ...] | None = None, **changes: Any
     ) -> Engine:
@@ -375,89 +282,7 @@ class Engine:
         twin._start_afresh(Scheduler(scheduling))
         return twin
 
-    @property
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._active)
-
-    @_locked
-    def metrics(self) -> EngineMetrics:
-        """What was done so far and what is going on; see `EngineMetrics`."""
-        counters, pool = self._counters, self.scheduler.pool
-        programs = self.runner.programs
-        return EngineMetrics(
-            steps=counters.steps,
-            failed_steps=counters.failed_steps,
-            requests_running=len(self._active),
-            sequences_waiting=self.scheduler.num_waiting,
-            requests_finished=counters.requests_finished,
-            requests_aborted=counters.requests_aborted,
-            tokens_computed=counters.tokens_computed,
-            tokens_reused=counters.tokens_reused,
-            tokens_drawn=counters.tokens_drawn,
-            preemptions=counters.preemptions,
-            busy_seconds=counters.busy_seconds,
-            tokens_a_second=counters.tokens_a_second,
-            step_ms=milliseconds(counters.step_seconds),
-            first_token_ms=milliseconds(counters.first_token_seconds),
-            request_ms=milliseconds(counters.request_seconds),
-            cache_hit_rate=counters.cache_hit_rate,
-            pages=pool.num_pages,
-            pages_in_use=pool.num_held,
-            pages_kept=pool.num_kept,
-            programs_compiled=len(programs),
-            compile_seconds=sum(programs.values()),
-        )
-
-    @_locked
-    def step(self) -> list[RequestOutput]:
-        """One step: plan, run, commit. Returns the requests that finished in it.
-
-        Only those that came by `add_request`; those that finished in the steps of a `generate` or
-        a stream meanwhile come along.
-
-        Raises:
-          StepFailed: the step raised. No request is lost; the next call goes on with them.
-        """
-        self._step()
-        finished, self._unclaimed = self._unclaimed, []
-        return finished
-
-    def _advance(self, active: ActiveRequest) -> RequestOutput | None:
-        """A step, unless the request has grown or ended without it; what there is, if it grew."""
-        with self._lock:
-            if active.final is None and active.num_drawn == active.num_shown:
-                self._step()
-            if active.final is None and active.num_drawn == active.num_shown:
-                return None
-            active.num_shown = active.num_drawn
-            return active.final or active.output(self.identity.short, self.weights_version)
-
-    def _step(self) -> None:
-        plan = self.scheduler.plan()
-        if plan is None:
-            return
-        started = time.perf_counter()
-        self._counters.planned(plan)
-        try:
-            rows = self._logit_rows(plan)
-            results = self.runner.run(plan, rows)
-        except BaseException as error:
-            number = self._counters.steps + self._counters.failed_steps
-            self._roll_back()
-            if not isinstance(error, Exception):
-                raise  # the user interrupts; what was going on can still go on
-            raise StepFailed(number, self._requests_of(plan), error) from error
-        drawn: dict[int, list[int]] = {}
-        for result in results:
-            self._take_result(plan, rows, result, drawn)
-            if plan.num_steps > 1:
-                rows = [replace(row, position=row.position + 1) for row in rows]
-        self.scheduler.commit(plan, drawn)
-        seconds = time.perf_counter() - started
-        self._counters.ran(plan, drawn=sum(map(len, drawn.values())), seconds=seconds)
-        self._collect(plan)
-
-    @_locked
+    @locked
     def update_weights(self, state: nnx.State) -> None:
         """Replaces the model's parameters by a cast copy, without compiling anything again.
 
@@ -485,107 +310,6 @@ class Engine:
         if self._identity.weights != weights:
             self._identity = self._identity.with_weights(weights)
         return self._identity
-
-    def _logit_rows(self, plan: StepPlan) -> list[LogitRow]:
-        rows: list[LogitRow] = []
-        for index, item, first in first_rows(plan):
-            owner = self._owners[item.sequence.seq_id]
-            rows += owner.logit_rows(index, item, first)
-        return rows
-
-    def _take_result(
-        self,
-        plan: StepPlan,
-        rows: Sequence[LogitRow],
-        result: Any,
-        drawn: dict[int, list[int]],
-    ) -> None:
-        """Hands every row to its request; adds the tokens drawn, by sequence."""
-        for index, row in enumerate(rows):
-            seq_id = plan.items[row.item].sequence.seq_id
-            owner = self._owners[seq_id]
-            try:
-                token = owner.take(seq_id, row, result, index)
-            except Exception as error:  # a fault of this request's own, in its text for example
-                owner.fail(seq_id, error)
-                continue
-            if token is not None:
-                drawn.setdefault(seq_id, []).append(token)
-                if owner.first_token_at is None:
-                    owner.first_token_at = time.perf_counter()
-                    waited = owner.first_token_at - owner.added_at
-                    self._counters.first_token_seconds.append(waited)
-
-    def _roll_back(self) -> None:
-        """After a step that raised: its pages and the cache's buffers may hold anything."""
-        self._counters.failed_steps += 1
-        self.scheduler.roll_back()
-        self.runner.reset_cache()
-
-    def _requests_of(self, plan: StepPlan) -> tuple[str, ...]:
-        owners = (self._owners[item.sequence.seq_id] for item in plan.items)
-        return tuple(dict.fromkeys(owner.request.request_id for owner in owners))
-
-    def _collect(self, plan: StepPlan) -> None:
-        for item in plan.items:
-            active = self._owners[item.sequence.seq_id]
-            completion = active.completion_of(item.sequence.seq_id)
-            if completion.finished:
-                self._release(completion)
-                if active.num_left == 0:
-                    final = self._finish(active)
-                    if not active.claimed:
-                        self._unclaimed.append(final)
-
-    @_locked
-    def _drop(self, actives: Sequence[ActiveRequest]) -> None:
-        for active in actives:
-            if active.final is None:
-                self.abort(active.request.request_id)
-
-    def _release(self, completion: ActiveCompletion) -> None:
-        sequence = completion.sequence
-        self.scheduler.remove(sequence, forget=completion.failure is not None)
-        self._owners.pop(sequence.seq_id).num_left -= 1
-
-    def _check_room(self, count: int) -> None:
-        most = self.config.max_num_requests
-        if most is not None and len(self._active) + count > most:
-            raise EngineFull(
-                f"expected room for {count} more requests, but {len(self._active)} of at most "
-                f"max_num_requests={most} are on their way"
-            )
-
-    def _check_request(self, request: Request) -> None:
-        params = request.sampling_params
-        request.check_against_model(
-            vocab_size=self.model_config.vocab_size, max_model_len=self.max_model_len
-        )
-        self._check_logprobs(params)
-        longest = min(len(request.prompt_token_ids) + params.max_tokens, self.max_model_len)
-        self.scheduler.check_fits(longest)
-
-    def _finish(self, active: ActiveRequest) -> RequestOutput:
-        del self._active[active.request.request_id]
-        aborted = any(c.text.finish_reason == "abort" for c in active.completions)
-        self._counters.finished(seconds=time.perf_counter() - active.added_at, aborted=aborted)
-        active.final = active.output(self.identity.short, self.weights_version)
-        return active.final
-
-    def _check_logprobs(self, params: SamplingParams) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(params, name)
-            if count is not None and count > self.model_config.vocab_size:
-                raise ValueError(
-                    f"{name}={count} must not exceed the vocabulary of "
-                    f"{self.model_config.vocab_size} tokens"
-                )
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        ids = set(self.model_config.eos_token_ids)
-        if self.tokenizer is not None:
-            ids.update(self.tokenizer.eos_token_ids)
-        return tuple(sorted(ids))
 
     def _num_pages(self) -> int:
         pages_of_one = -(-self.max_model_len // self.config.page_size)

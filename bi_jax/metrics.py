@@ -1,10 +1,11 @@
 """What an engine did so far, in numbers. Host only, no jax."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .scheduler import StepPlan
+from .scheduler import Scheduler, StepPlan
 
 WINDOW = 1024  # latencies and step times are those of the last so many
 
@@ -92,16 +93,43 @@ class Counters:
             self.requests_finished += 1
             self.request_seconds.append(seconds)
 
-    @property
-    def cache_hit_rate(self) -> float:
-        return _share(self.tokens_reused, self.tokens_reused + self.tokens_computed)
+    def snapshot(
+        self, scheduler: Scheduler, *, requests: int, programs: Mapping[Any, float]
+    ) -> EngineMetrics:
+        """The numbers as they are now.
 
-    @property
-    def tokens_a_second(self) -> float:
-        return _share(self.tokens_drawn, self.busy_seconds)
+        Args:
+          scheduler: for the queue and the pages.
+          requests: that are not done.
+          programs: compiled steps and how long the first run of each took.
+        """
+        pool = scheduler.pool
+        return EngineMetrics(
+            steps=self.steps,
+            failed_steps=self.failed_steps,
+            requests_running=requests,
+            sequences_waiting=scheduler.num_waiting,
+            requests_finished=self.requests_finished,
+            requests_aborted=self.requests_aborted,
+            tokens_computed=self.tokens_computed,
+            tokens_reused=self.tokens_reused,
+            tokens_drawn=self.tokens_drawn,
+            preemptions=self.preemptions,
+            busy_seconds=self.busy_seconds,
+            tokens_a_second=_share(self.tokens_drawn, self.busy_seconds),
+            step_ms=_milliseconds(self.step_seconds),
+            first_token_ms=_milliseconds(self.first_token_seconds),
+            request_ms=_milliseconds(self.request_seconds),
+            cache_hit_rate=_share(self.tokens_reused, self.tokens_reused + self.tokens_computed),
+            pages=pool.num_pages,
+            pages_in_use=pool.num_held,
+            pages_kept=pool.num_kept,
+            programs_compiled=len(programs),
+            compile_seconds=sum(programs.values()),
+        )
 
 
-def milliseconds(seconds: Sequence[float]) -> tuple[float, float] | None:
+def _milliseconds(seconds: Sequence[float]) -> tuple[float, float] | None:
     """(median, 95th percentile) in milliseconds, or None."""
     if not seconds:
         return None

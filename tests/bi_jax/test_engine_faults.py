@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from bi_jax import Request, RequestOutput, SamplingParams
-from bi_jax.engine import Engine, EngineFull, StepFailed
+from bi_jax.engine import Engine
+from bi_jax.errors import EngineFull, StepFailed
 from tests.bi_jax import tiny
 
 PROMPTS = tiny.prompts_of((5, 70, 133, 40), seed=31)

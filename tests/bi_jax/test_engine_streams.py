@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from bi_jax import RequestOutput
-from bi_jax.engine import Engine, StepFailed
+from bi_jax.engine import Engine
+from bi_jax.errors import StepFailed
 from tests.bi_jax import tiny
 
 PROMPTS = tiny.prompts_of((5, 70, 133, 40), seed=31)
