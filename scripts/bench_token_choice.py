@@ -1,0 +1,334 @@
+"""Races the Hopper token choice against XLA's argmax, log_softmax and categorical on one card.
+
+    python scripts/bench_token_choice.py [--rows 1,8,64,256] [--vocab N] [--all-schedules]
+        [--rounds N] [--json FILE] [--dry-run]
+
+First the bits: rows alone, among poisoned neighbours and under every schedule against the whole
+batch, the shared step against the two ops, and a control with other blocks that has to differ. Then
+times: many launches in one jitted program over logits that take turns, several times the L2 cache
+together; the program is enqueued several times back to back and rounds alternate between ours and
+the peer; medians over rounds. ceiling_fraction is one read of the logits at the speed of a copy
+measured in the same run, over the time. --dry-run runs tiny cases in the interpreter on a CPU.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bi_jax.pallas_kernels.float_order import LOWEST
+from bi_jax.pallas_kernels.log_softmax import LogSoftmaxTopology
+from bi_jax.pallas_kernels.log_softmax.kernel_hopper import target_logprobs_hopper
+from bi_jax.pallas_kernels.log_softmax.schedule import Schedule, schedule_for
+from bi_jax.pallas_kernels.primitive import REFERENCE
+from bi_jax.pallas_kernels.sampling import SamplingTopology, choose_token, topology_for
+from bi_jax.pallas_kernels.sampling.kernel_hopper import (
+    choose_and_score_hopper,
+    choose_token_hopper,
+)
+from bi_jax.testing import bit_difference
+
+ROTATED_BYTES = 250e6  # logits of one program, against an L2 of 50 to 60 MB
+COPIED_FLOATS = 2**28
+CUT_SIZES = (1, 2, 3, 8, 33, 100)
+WALKS = (1, 2, 4, 8, 16)  # blocks a CTA
+KINDS = ("greedy", "greedy_among_drawn", "drawn", "logprob_alone")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Rows, columns, and where it runs."""
+
+    rows: int
+    vocab: int
+    dry: bool
+
+    @property
+    def topology(self) -> SamplingTopology:
+        return SamplingTopology(block=256) if self.dry else topology_for(vocab_size=self.vocab)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.vocab // self.topology.block)
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.vocab * 4
+
+    def options(self, schedule: Schedule) -> dict[str, Any]:
+        return dict(topology=self.topology, schedule=schedule, interpret=self.dry)
+
+
+def everything(rows: int, vocab: int) -> tuple[jax.Array, jax.Array]:
+    return jnp.full((rows,), LOWEST, jnp.int32), jnp.full((rows,), vocab, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def model_like(seed: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Logits of flat and of peaked rows, with ties; a peaked row's log-sum shows every bit of it."""
+    widths = jnp.resize(jnp.array([2.5, 6.0, 12.0], jnp.float32), (shape[0], 1))
+    x = widths * jax.random.normal(jax.random.key(seed), shape, jnp.float32) + 7
+    return jnp.round(x * 16) / 16
+
+
+def words_of(rows: int) -> jax.Array:
+    return jax.random.bits(jax.random.key(7), (rows, 2), jnp.uint32)
+
+
+Call = Callable[..., Any]
+
+
+def step(problem: Problem, schedule: Schedule, *, sampled: bool) -> Call:
+    """(logits, words, inverse) -> token, bad, logprob, lse, in the shared step."""
+
+    def call(logits, words, inverse):
+        rows = logits.shape[0]
+        cut = everything(rows, problem.vocab)
+        arguments = logits, words, inverse, *cut, jnp.ones((rows,)), *cut, jnp.int32(rows)
+        return choose_and_score_hopper(*arguments, sampled=sampled, **problem.options(schedule))
+
+    return call
+
+
+def apart(problem: Problem, schedule: Schedule) -> Call:
+    """The same by the two ops."""
+
+    def call(logits, words, inverse):
+        rows = logits.shape[0]
+        cut, count = everything(rows, problem.vocab), jnp.int32(rows)
+        options = problem.options(schedule)
+        token, bad = choose_token_hopper(logits, words, inverse, *cut, count, **options)
+        options["topology"] = LogSoftmaxTopology(block=problem.topology.block, lanes=128)
+        logprob, lse = target_logprobs_hopper(
+            logits, token[:, None], jnp.ones((rows,)), *cut, count, **options
+        )
+        return token, bad, logprob[:, 0], lse
+
+    return call
+
+
+def logprob_alone(problem: Problem, schedule: Schedule) -> Call:
+    def call(logits, words, inverse):
+        del words
+        rows = logits.shape[0]
+        options = problem.options(schedule)
+        options["topology"] = LogSoftmaxTopology(block=problem.topology.block, lanes=128)
+        target = jnp.zeros((rows, 1), jnp.int32)
+        cut = everything(rows, problem.vocab)
+        return target_logprobs_hopper(logits, target, inverse, *cut, jnp.int32(rows), **options)
+
+    return call
+
+
+def xla(kind: str) -> Call:
+    """What a user of stock JAX would write."""
+
+    def call(logits, words, inverse):
+        if kind == "logprob_alone":
+            token = jnp.zeros(logits.shape[:1], jnp.int32)
+        elif kind == "drawn":
+            key = jax.random.wrap_key_data(words[0], impl="threefry2x32")
+            token = jax.random.categorical(key, logits * inverse[:, None])
+        else:
+            token = jnp.argmax(logits, axis=1)
+        logprobs = jax.nn.log_softmax(logits, axis=1)
+        return token, jnp.take_along_axis(logprobs, token[:, None], 1)
+
+    return call
+
+
+def ours(kind: str, problem: Problem, schedule: Schedule) -> Call:
+    if kind == "logprob_alone":
+        return logprob_alone(problem, schedule)
+    return step(problem, schedule, sampled=kind != "greedy")
+
+
+def differing(a: Any, b: Any) -> int:
+    """How many of two lists of arrays differ in a bit."""
+    return sum(bit_difference(x, y) is not None for x, y in zip(a, b, strict=True))
+
+
+def check_bits(problem: Problem) -> dict[str, Any]:
+    """Every entry but the control, and tokens_unlike_reference's drawn ones, has to be 0."""
+    rows = problem.rows
+    logits = model_like(0, (rows, problem.vocab))
+    words, inverse = words_of(rows), jnp.asarray(np.resize(np.float32([0, 1, 1.4, 0.5]), rows))
+    one = schedule_for(rows=rows, blocks=problem.blocks)
+    run = jax.jit(step(problem, one, sampled=True))
+    whole = [np.asarray(a) for a in run(logits, words, inverse)]
+    found: dict[str, Any] = {"again": differing(run(logits, words, inverse), whole)}
+    for n in (n for n in CUT_SIZES if n < rows):
+        part = run(logits[-n:], words[-n:], inverse[-n:])
+        found[f"last_{n}_rows"] = differing(part, [a[-n:] for a in whole])
+    poisoned = logits.at[: rows // 2].set(jnp.nan)
+    beside = run(poisoned, words, inverse)
+    found["poisoned"] = differing([a[rows // 2 :] for a in beside], [a[rows // 2 :] for a in whole])
+    for n in WALKS:
+        other = jax.jit(step(problem, Schedule(blocks_a_cta=n), sampled=True))
+        found[f"walk_{n}"] = differing(other(logits, words, inverse), whole)
+    found["two_ops"] = differing(jax.jit(apart(problem, one))(logits, words, inverse), whole)
+    found["control"] = differing([control(problem, logits, whole[0])], [whole[2]])
+    cut = everything(rows, problem.vocab)
+    stated, _ = choose_token(logits, words, inverse, *cut, backend=REFERENCE)
+    unlike = np.asarray(stated) != whole[0]  # the reference has XLA's exp: draws may differ
+    greedy = np.asarray(inverse) == 0
+    found["tokens_unlike_reference"] = dict(greedy=int(unlike[greedy].sum()), all=int(unlike.sum()))
+    found["logprob_error"] = error_of(np.asarray(logits), whole[0], whole[2])
+    return found
+
+
+def control(problem: Problem, logits: jax.Array, token: np.ndarray) -> jax.Array:
+    """Log-probabilities with blocks of half the size, or twice where those would be too many."""
+    block = problem.topology.block
+    block = block // 2 if 2 * problem.blocks <= 128 else block * 2
+    rows = logits.shape[0]
+    return target_logprobs_hopper(
+        *(logits, jnp.asarray(token)[:, None], jnp.ones((rows,))),
+        *everything(rows, problem.vocab),
+        jnp.int32(rows),
+        topology=LogSoftmaxTopology(block=block, lanes=128),
+        interpret=problem.dry,
+    )[0][:, 0]
+
+
+def error_of(logits: np.ndarray, token: np.ndarray, logprob: np.ndarray) -> float:
+    """The largest error against float64, in units of the last place."""
+    x = logits.astype(np.float64)
+    top = x.max(1)
+    exact = x[np.arange(len(x)), token] - top - np.log(np.exp(x - top[:, None]).sum(1))
+    return float((np.abs(logprob - exact) / np.spacing(np.abs(logprob))).max())
+
+
+def race(kind: str, problem: Problem, schedules: list[Schedule], copy: float, rounds: int):
+    """One row a schedule."""
+    launches = 2 if problem.dry else int(np.clip(ROTATED_BYTES / problem.bytes, 2, 40))
+    words = words_of(problem.rows)
+    inverse = jnp.full((problem.rows,), float(kind in ("drawn", "logprob_alone")))
+    arguments = (
+        [model_like(i, (problem.rows, problem.vocab)) for i in range(launches)],
+        words,
+        inverse,
+    )
+    calls = {str(s): ours(kind, problem, s) for s in schedules} | {"xla": xla(kind)}
+    programs = {name: repeated(call) for name, call in calls.items()}
+    repeats = 1 if problem.dry else max(2, int(20e3 / launches / (20 + problem.bytes / 4e6)))
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for program in programs.values():
+        jax.block_until_ready(program(*arguments))
+    for _ in range(rounds):
+        for name, program in programs.items():
+            times[name].append(time_once(program, arguments, repeats) / launches)
+    peer = statistics.median(times["xla"])
+    return [
+        make_row(kind, problem, name, times[name], peer, copy) for name in programs if name != "xla"
+    ]
+
+
+def repeated(call: Call) -> Call:
+    return jax.jit(lambda logits, *rest: [call(x, *rest) for x in logits])
+
+
+def time_once(program: Call, arguments: Any, repeats: int) -> float:
+    """Microseconds a run."""
+    out = None
+    start = time.perf_counter()
+    for _ in range(repeats):
+        out = program(*arguments)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / repeats * 1e6
+
+
+def make_row(
+    kind: str, problem: Problem, schedule: str, times: list[float], peer: float, copy: float
+) -> dict:
+    us = statistics.median(times)
+    return dict(
+        op="token_choice",
+        case=f"{kind}_{problem.vocab}",
+        rows=problem.rows,
+        dtype="float32",
+        ours_us=round(us, 2),
+        peer="XLA argmax, categorical and log_softmax",
+        peer_us=round(peer, 2),
+        ratio=round(us / peer, 4),
+        ceiling_fraction=round(problem.bytes / (copy * 1e6) / us, 4),
+        schedule=schedule,
+        rounds_us=[round(t, 2) for t in times],
+    )
+
+
+def copy_terabytes(dry: bool) -> float:
+    """Of a large device copy, read and write together."""
+    x = jnp.ones((2**16 if dry else COPIED_FLOATS,), jnp.float32)
+    copy = jax.jit(lambda a: a + 1)
+    jax.block_until_ready(copy(x))
+    us = statistics.median(time_once(copy, (x,), 10) for _ in range(5))
+    return 2 * x.nbytes / us / 1e6
+
+
+def versions() -> dict[str, str]:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError):
+        driver = "none"
+    return dict(jax=jax.__version__, python=sys.version.split()[0], driver=driver)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default="1,8,64,256")
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--all-schedules", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", default="")
+    parser.add_argument("--dry-run", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    sizes = [int(r) for r in options.rows.split(",")]
+    dry, vocab = options.dry_run, 1100 if options.dry_run else options.vocab
+    copy = copy_terabytes(dry)
+    report: dict[str, Any] = dict(
+        date=time.strftime("%Y-%m-%d"),
+        chip=jax.devices()[0].device_kind,
+        versions=versions(),
+        command=" ".join(sys.argv),
+        copy_terabytes_a_second=round(copy, 3),
+        bits=check_bits(Problem(rows=max(sizes), vocab=vocab, dry=dry)),
+        rows=[],
+    )
+    print(report, flush=True)
+    for kind in options.kinds.split(","):
+        for rows in sizes:
+            problem = Problem(rows=rows, vocab=vocab, dry=dry)
+            schedules = [schedule_for(rows=rows, blocks=problem.blocks)]
+            if options.all_schedules:
+                schedules = [Schedule(blocks_a_cta=n) for n in WALKS]
+            found = race(kind, problem, schedules, copy, options.rounds)
+            report["rows"] += found
+            for row in found:
+                print({k: v for k, v in row.items() if k not in ("op", "rounds_us")}, flush=True)
+            if options.json:
+                with open(options.json, "w") as file:
+                    json.dump(report, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
