@@ -9,7 +9,7 @@ from .bits import BitDifference, assert_same_bits, bit_difference
 from .foreign import assert_no_foreign_reductions
 from .invariance import Inconclusive, assert_batch_invariant
 from .reorder import reordered
-from .schedule import assert_schedule_invariant
+from .schedule import assert_same_completions, assert_schedule_invariant
 
 __all__ = [
     "BitDifference",
@@ -17,6 +17,7 @@ __all__ = [
     "assert_batch_invariant",
     "assert_no_foreign_reductions",
     "assert_same_bits",
+    "assert_same_completions",
     "assert_schedule_invariant",
     "bit_difference",
     "operands",

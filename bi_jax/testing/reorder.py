@@ -129,8 +129,13 @@ def _unshuffled(x: Any) -> Any:
 def _marked(eqn: Any, xs: Values, found: _Found) -> Values:
     name = eqn.primitive.name
     operands, results = _LAST_AXES.get(name, (None, ()))
-    if operands is None:
-        if name not in _ADD_NOTHING:
+    if name == "bi_target_logprobs":
+        # Each target is looked for where its logit went.
+        places = np.argsort(_order(xs[0].shape[-1])).astype(np.int32)
+        logits = _shuffled(xs[0], [1], found)
+        xs = [logits, jnp.take(places, xs[1], mode="clip"), *xs[2:]]
+    elif operands is None:
+        if name not in _ADD_NOTHING or (name == "bi_rope" and _norms(xs)):
             found.unknown.add(name)
     else:
         xs = [
@@ -149,4 +154,10 @@ _LAST_AXES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "bi_add_rms_norm": ((0, 1, 2), (0, 1)),
     "bi_attention": ((0, 1), ()),
 }
-_ADD_NOTHING = ("bi_rope",)
+# Sums of sampling are over integers, exact in any order.
+_ADD_NOTHING = ("bi_rope", "bi_top_tokens", "bi_choose_token", "bi_find_cut")
+
+
+def _norms(xs: Values) -> bool:
+    """Whether a rope has scales of norms, whose sums are inside."""
+    return any(x.ndim == 1 and x.size for x in xs)

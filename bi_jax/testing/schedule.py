@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from bi_jax.identity import warn_if_different
+
 from .bits import bit_difference
 from .invariance import Inconclusive
 
@@ -59,6 +61,8 @@ def assert_schedule_invariant(
       Inconclusive: nothing changed, but too little was generated to tell.
     """
     requests = seeded(requests)
+    for other in others:
+        _warn_of_another_identity(engine, other)
     expected = run_together(engine, requests)
     for way in ways(engine, requests, others=others, strangers=strangers):
         difference = first_difference(expected, way.run(), shorter=way.shorter)
@@ -67,6 +71,31 @@ def assert_schedule_invariant(
                 f"not schedule-invariant: {way.name}, compared with all together: {difference}"
             )
     check_power(expected, min_tokens)
+
+
+def assert_same_completions(actual: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Raises unless two lists of outputs have the same bits; warns where identities differ.
+
+    Args:
+      actual, expected: what `generate` returned for the same requests, here or elsewhere.
+
+    Raises:
+      AssertionError: names the request, the place and both values.
+    """
+    if len(actual) != len(expected):
+        raise AssertionError(f"expected {len(expected)} outputs, got {len(actual)}")
+    for mine, other in zip(actual, expected, strict=True):
+        if warn_if_different(mine.identity, other.identity):
+            break
+    difference = first_difference(expected, actual)
+    if difference is not None:
+        raise AssertionError(f"completions differ: {difference}")
+
+
+def _warn_of_another_identity(engine: Any, other: Any) -> None:
+    mine, theirs = (getattr(e, "identity", None) for e in (engine, other))
+    if mine is not None and theirs is not None:
+        warn_if_different(mine, theirs, what="engines")
 
 
 def seeded(requests: Sequence[Request]) -> list[Request]:

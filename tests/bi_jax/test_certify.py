@@ -16,9 +16,10 @@ from bi_jax.certificate_page import page
 from bi_jax.certify_engine import certify
 from bi_jax.cli import main
 from bi_jax.engine import Engine
+from bi_jax.identity import IdentityWarning
 from bi_jax.models.transformer import build_transformer, random_params
 from bi_jax.stock_ops import stock_ops
-from bi_jax.testing import Inconclusive, assert_schedule_invariant
+from bi_jax.testing import Inconclusive, assert_same_completions, assert_schedule_invariant
 from tests.bi_jax import tiny
 
 SMALL = tiny.CONFIG.replace(
@@ -102,6 +103,23 @@ def test_schedules_of_engines(engine, stock):
     one = [(prompt, dataclasses.replace(params, max_tokens=1)) for prompt, params in requests]
     with pytest.raises(Inconclusive, match="500 are needed"):
         assert_schedule_invariant(engine, one, min_tokens=500)
+
+
+def test_completions_of_another_identity_are_compared_with_a_warning(engine, stock):
+    requests = battery_requests(engine, tokens=6, filters=False)
+    prompts, params = zip(*requests, strict=True)
+    ours, again = (engine.generate(list(prompts), list(params)) for _ in range(2))
+    assert_same_completions(again, ours)
+    with (
+        pytest.warns(IdentityWarning, match=engine.identity.short),
+        pytest.raises(AssertionError, match="completions differ: request 0, completion 0"),
+    ):
+        assert_same_completions(stock.generate(list(prompts), list(params)), ours)
+    with (
+        pytest.warns(IdentityWarning, match=r"engines compared .* they differ in ops.matmul"),
+        pytest.raises(AssertionError, match="on another engine"),
+    ):
+        assert_schedule_invariant(engine, requests, others=[stock])
 
 
 def test_a_busy_engine_is_refused(engine):

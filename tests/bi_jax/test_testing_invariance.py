@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bi_jax.pallas_kernels.log_softmax import target_logprobs
 from bi_jax.pallas_kernels.matmul import matmul
 from bi_jax.pallas_kernels.rms_norm import rms_norm
 from bi_jax.testing import Inconclusive, assert_batch_invariant, operands, reordered
@@ -133,6 +134,23 @@ def test_bad_calls_are_refused():
         assert_batch_invariant(lambda x: x.T, [X])
     with pytest.raises(ValueError, match="control="):
         assert_batch_invariant(jnp.negative, [X], sizes=(2,), control="backwards")
+
+
+def test_the_control_shuffles_a_vocabulary_with_its_targets():
+    logits = operands.spread((32, 300), powers=(-3, 1))
+    target = np.random.default_rng(0).integers(0, 300, (32, 2), np.int32)
+
+    @jax.jit
+    def score(logits, target):
+        rows = logits.shape[0]
+        ones, all_ids = jnp.ones(rows), jnp.full(rows, 300, jnp.int32)
+        lowest = jnp.full(rows, -(2**31), jnp.int32)
+        return target_logprobs(logits, target, ones, lowest, all_ids, backend="reference")[0]
+
+    plain, other = score(logits, target), reordered(score)(logits, target)
+    assert np.asarray(plain).tobytes() != np.asarray(other).tobytes()
+    np.testing.assert_allclose(other, plain, rtol=1e-5, atol=1e-5)
+    assert_batch_invariant(score, [logits, target], sizes=(2,), neighbours=("nan",))
 
 
 def test_the_control_reaches_into_loops_and_branches():
