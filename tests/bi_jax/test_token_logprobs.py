@@ -59,7 +59,7 @@ def _same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> Non
 @pytest.mark.parametrize(
     ("size", "side", "remat"),
     [
-        (2, "left", False),
+        pytest.param(2, "left", False, marks=pytest.mark.slow),
         (8, "hole", True),
         pytest.param(4, "right", False, marks=pytest.mark.slow),
     ],
@@ -124,6 +124,7 @@ def test_gradients_agree_with_finite_differences_in_float64(one_by_one):
         assert abs((own * direction).sum() - slope) < 1e-4 * np.linalg.norm(own), name
 
 
+@pytest.mark.slow
 def test_gradients_agree_with_stock_autodiff(one_by_one):
     """Plain jnp, differentiated by JAX through the whole batch."""
     batch = small.batch_of(small.completions())

@@ -79,6 +79,7 @@ def test_another_schedule_trains_the_same_weights(run):
     assert again == run
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(run, tmp_path):
     before = _trainer(2)
     engine = _engine(4, 16)
