@@ -75,7 +75,7 @@ def everything(rows: int, vocab: int) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def model_like(seed: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Logits of flat and of peaked rows, with ties; a peaked row's log-sum shows every bit of it."""
+    """Flat and peaked rows, with ties; a peaked row shows every bit of its log-sum."""
     widths = jnp.resize(jnp.array([2.5, 6.0, 12.0], jnp.float32), (shape[0], 1))
     x = widths * jax.random.normal(jax.random.key(seed), shape, jnp.float32) + 7
     return jnp.round(x * 16) / 16
