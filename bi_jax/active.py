@@ -158,14 +158,20 @@ class ActiveRequest:
             )
         return rows
 
-    def take(self, seq_id: int, row: LogitRow, result: RowResults, index: int) -> int | None:
-        """Records one row of a step's result; returns the token that was drawn, if one was."""
+    def take(
+        self, seq_id: int, row: LogitRow, result: RowResults, index: int, later: int = 0
+    ) -> int | None:
+        """Records one row of a step's result; returns the token that was drawn, if one was.
+
+        `later` is how many positions behind the row this result stands.
+        """
         completion = self._by_seq[seq_id]
         if completion.finished:
             return None
         if result.bad_row[index]:
+            position = row.position + later
             completion.abort(
-                f"the logits of request {self.request.request_id!r} at position {row.position} "
+                f"the logits of request {self.request.request_id!r} at position {position} "
                 "hold NaN or no finite maximum"
             )
             return None

@@ -20,10 +20,10 @@ class EngineConfig:
       prefix_caching: (schedule) prompts that begin alike share the pages of that beginning, also
         with requests that are done. A prompt whose own log-probabilities are asked for is computed
         in full.
-      decode_steps: (schedule) tokens that are drawn in one dispatch when nobody waits and every
-        completion draws a token a step. More than 1 saves work of the host between tokens; a
-        completion that ends on the way costs the rest of the dispatch, and new requests wait for
-        its end.
+      decode_steps: (schedule) tokens that are drawn in one dispatch when nobody can be admitted
+        and every completion draws a token a step. More than 1 saves work of the host between
+        tokens; a completion that ends on the way costs the rest of the dispatch, and new requests
+        wait for its end.
       max_num_requests: (schedule) requests that may be running or waiting at once; more are
         refused. None: no limit.
       audit: (no schedule, but it cannot change a bit either) audit each compiled step before it

@@ -232,7 +232,8 @@ class Scheduler:
 
     def _room_to_go_on(self, items: list[PlannedSequence], num_steps: int) -> bool:
         """Whether all there is to do is to draw, and pages and context hold that many tokens."""
-        if self._waiting or any(item.count > 1 or not item.draws for item in items):
+        could_admit = self._waiting and len(self._running) < self.config.max_num_seqs
+        if could_admit or any(item.count > 1 or not item.draws for item in items):
             return False
         sequences = [item.sequence for item in items]
         longest = max(len(sequence.token_ids) for sequence in sequences)

@@ -9,7 +9,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from bi_jax.models.config import TransformerConfig
@@ -164,10 +163,8 @@ class StepLoop:
                 raise  # the user interrupts; what was going on can still go on
             raise StepFailed(number, self._requests_of(plan), error) from error
         drawn: dict[int, list[int]] = {}
-        for result in results:
-            self._take_result(plan, rows, result, drawn)
-            if plan.num_steps > 1:
-                rows = [replace(row, position=row.position + 1) for row in rows]
+        for later, result in enumerate(results):
+            self._take_result(plan, rows, result, drawn, later)
         self.scheduler.commit(plan, drawn)
         seconds = time.perf_counter() - started
         self._counters.ran(plan, drawn=sum(map(len, drawn.values())), seconds=seconds)
@@ -186,13 +183,17 @@ class StepLoop:
         rows: Sequence[LogitRow],
         result: Any,
         drawn: dict[int, list[int]],
+        later: int,
     ) -> None:
-        """Hands every row to its request; adds the tokens drawn, by sequence."""
+        """Hands every row to its request; adds the tokens drawn, by sequence.
+
+        In a dispatch of several steps the rows stand for the first one; `later` counts from there.
+        """
         for index, row in enumerate(rows):
             seq_id = plan.items[row.item].sequence.seq_id
             owner = self._owners[seq_id]
             try:
-                token = owner.take(seq_id, row, result, index)
+                token = owner.take(seq_id, row, result, index, later)
             except Exception as error:  # a fault of this request's own, in its text for example
                 owner.fail(seq_id, error)
                 continue
