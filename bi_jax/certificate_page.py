@@ -192,11 +192,16 @@ def _programs(data: Any) -> str:
                 kernels = [f"{count} {name}" for name, count in report["kernels"].items()]
                 ours += f"; custom calls: {', '.join(kernels)}"
         rows.append(
-            f'<tr><td class="tight">{program["tokens"]} tokens, {program["logit_rows"]} scored</td>'
+            f'<tr><td class="tight">{program["tokens"]} tokens, {program["logit_rows"]} scored'
+            f"{_times(program['steps'])}</td>"
             f'<td class="tight">{verdict}</td><td>{escape(ours)}</td></tr>'
         )
     head = "<tr><th>Step program</th><th>Audit</th><th>Our ops in it</th></tr>"
     return f"<table>{head}{''.join(rows)}</table>"
+
+
+def _times(steps: int) -> str:
+    return f", {steps} times" if steps > 1 else ""
 
 
 def _flags(states: Sequence[Any]) -> str:
