@@ -1,0 +1,71 @@
+"""On a Hopper card the test kit finds what stock XLA does there, and our ops pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bi_jax.pallas_kernels.matmul import matmul
+from bi_jax.pallas_kernels.rms_norm import rms_norm
+from bi_jax.testing import assert_batch_invariant, operands
+
+pytestmark = pytest.mark.gpu
+
+X = operands.spread((512, 4096), "bfloat16", powers=(-6, 6))
+EVEN = operands.spread((64, 4096), powers=(-3, 3))
+W = operands.spread((1024, 4096), "bfloat16", seed=1, powers=(-6, 6))
+
+
+@jax.jit
+def dot(x, w):
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+@jax.jit
+def norm(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "fn, args, axes, sizes",
+    [
+        (dot, (X, W), (0, None), (1, 8, 64)),
+        (norm, (EVEN,), 0, (1, 16)),
+    ],
+    ids=["bfloat16 dot", "rms norm"],
+)
+def test_stock_ops_are_caught(fn, args, axes, sizes):
+    with pytest.raises(AssertionError, match="not batch-invariant"):
+        assert_batch_invariant(fn, args, batch_axis=axes, sizes=sizes, neighbours=())
+
+
+def test_a_stock_log_softmax_is_caught():
+    logits = operands.spread((256, 151936), powers=(-3, 3))
+    fn = jax.jit(functools.partial(jax.nn.log_softmax, axis=-1))
+    with pytest.raises(AssertionError, match="not batch-invariant"):
+        assert_batch_invariant(fn, [logits], sizes=(100, 1, 16), neighbours=())
+
+
+def test_cudnn_decode_is_caught():
+    rng = np.random.default_rng(0)
+    shapes = ((64, 1, 32, 128), (64, 4096, 8, 128), (64, 4096, 8, 128))
+    q, k, v = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in shapes)
+    fn = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))
+    with pytest.raises(AssertionError, match="not batch-invariant"):
+        assert_batch_invariant(fn, [q, k, v], sizes=(1,), neighbours=(), control=None)
+
+
+def test_our_ops_pass():
+    product = jax.jit(functools.partial(matmul, backend="hopper", out_dtype="float32"))
+    assert_batch_invariant(
+        product, [X, W], batch_axis=(0, None), sizes=(1, 8, 17, 64, 257), neighbours=("nan",)
+    )
+    normed = jax.jit(functools.partial(rms_norm, eps=1e-6, backend="hopper"))
+    rows = EVEN.astype(jnp.bfloat16)
+    scale = jnp.ones((4096,), jnp.bfloat16)
+    assert_batch_invariant(
+        normed, [rows, scale], batch_axis=(0, None), sizes=(1, 17), neighbours=("inf",),
+        control=None,  # one rounding to bfloat16 may hide a change of order
+    )  # fmt: skip
