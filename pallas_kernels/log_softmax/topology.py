@@ -12,7 +12,8 @@ class LogSoftmaxTopology:
     every lanes-th column in ascending order and are then added by halves (lane i + lane
     i + lanes/2, and so on). l adds s[b] * exp((m[b] - max) * inv_temperature) over b in
     ascending order, product and sum rounded separately. All float32. Who computes a block, and
-    when, is free.
+    when, is free. On Hopper the blocks are the same; the order inside a block and over the blocks
+    is the one that `hopper_summary` and `kernel_hopper` state, also fixed by V alone.
 
     The log-probability of t is ((x[t] - max) * inv_temperature) - log(l), and the log-sum-exp
     is (max * inv_temperature) + log(l), each operation rounded.

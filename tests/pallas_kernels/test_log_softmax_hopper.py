@@ -105,6 +105,7 @@ def test_fewer_columns_than_a_block():
     assert np.abs(np.asarray(logprob)[inside] - exact[inside]).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_no_race_in_the_interpreter():
     params = plgpu.InterpretGPUParams(detect_races=True)
     arguments = _fixture(1)

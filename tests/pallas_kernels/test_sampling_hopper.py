@@ -87,6 +87,7 @@ def test_bad_rows_are_told_and_ties_go_to_the_lowest_id():
     assert token.tolist() == [0, 0, 0, 400, 0]
 
 
+@pytest.mark.slow
 def test_one_summary_serves_the_token_and_its_logprob():
     arguments = _fixture(2)
     one, everything = jnp.ones(2), (jnp.full(2, LOWEST), jnp.full(2, V, jnp.int32))
@@ -104,6 +105,7 @@ def test_one_summary_serves_the_token_and_its_logprob():
     assert_same_bits(lse, apart_lse)
 
 
+@pytest.mark.slow
 def test_greedy_steps_need_no_draw():
     logits, words, _, cut_key, cut_id = _fixture(2)
     arguments = logits, words, jnp.zeros(2), cut_key, cut_id
