@@ -162,7 +162,10 @@ def check_bits(problem: Problem) -> dict[str, Any]:
     """Every entry but the control, and tokens_unlike_reference's drawn ones, has to be 0."""
     rows = problem.rows
     logits = model_like(0, (rows, problem.vocab))
-    words, inverse = words_of(rows), jnp.asarray(np.resize(np.float32([0, 1, 1.4, 0.5]), rows))
+    words, inverse = (
+        words_of(rows),
+        jnp.asarray(np.resize(np.array([0, 1, 1.4, 0.5], np.float32), rows)),
+    )
     one = schedule_for(rows=rows, blocks=problem.blocks)
     run = jax.jit(step(problem, one, sampled=True))
     whole = [np.asarray(a) for a in run(logits, words, inverse)]
@@ -213,7 +216,7 @@ def race(kind: str, problem: Problem, schedules: list[Schedule], copy: float, ro
     """One row a schedule."""
     launches = 2 if problem.dry else int(np.clip(ROTATED_BYTES / problem.bytes, 2, 40))
     words = words_of(problem.rows)
-    inverse = jnp.full((problem.rows,), float(kind in ("drawn", "logprob_alone")))
+    inverse = jnp.full((problem.rows,), 1.0 if kind in ("drawn", "logprob_alone") else 0.0)
     arguments = (
         [model_like(i, (problem.rows, problem.vocab)) for i in range(launches)],
         words,
