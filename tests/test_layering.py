@@ -35,8 +35,8 @@ ORDER = {
         *("generate_command", "certify_command", "cli"),
     ),
 }
-# The one op that may lean on another: its Hopper kernel draws a token and scores it in one launch, in
-# the order of additions that log_softmax states, and so has to call the same functions.
+# The one op that may lean on another: its Hopper kernel draws a token and scores it in one launch,
+# in the order of additions that log_softmax states, and so has to call the same functions.
 LEANS_ON = {"bi_jax.pallas_kernels.sampling": {"bi_jax.pallas_kernels.log_softmax"}}
 # Inside an op's folder.
 OP_ORDER = (
