@@ -118,9 +118,10 @@ def test_the_sum_follows_the_stated_order(width):
     while len(total) > 1:
         total = total[: len(total) // 2] + total[len(total) // 2 :]
     assert_same_bits(jax.jit(lambda v: sum_over_lanes(v, lanes))(row), total[0])
-    if width > 3:
-        shuffled = jax.jit(lambda v: sum_over_lanes(v[_shuffle(width)[0]], lanes))(row)
-        assert bit_difference(shuffled, total[0]) is not None
+    if width > 3:  # one other order may round to the same sum, several do not
+        add = jax.jit(lambda v: sum_over_lanes(v, lanes))
+        orders = [np.random.default_rng(seed).permutation(width) for seed in range(8)]
+        assert any(bit_difference(add(row[order]), total[0]) is not None for order in orders)
 
 
 def test_refusals_name_what_came():
