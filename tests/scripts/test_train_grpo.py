@@ -65,6 +65,7 @@ def run() -> list[dict]:
     return _steps(_engine(4, 16), _trainer(2), 0, STEPS)
 
 
+@pytest.mark.slow
 def test_the_policy_that_learns_is_the_one_that_sampled(run):
     for metrics in run:
         assert metrics["sampler_trainer_difference"] == 0
@@ -74,6 +75,7 @@ def test_the_policy_that_learns_is_the_one_that_sampled(run):
     assert len({metrics["weights"] for metrics in run}) == STEPS
 
 
+@pytest.mark.slow
 def test_another_schedule_trains_the_same_weights(run):
     again = _steps(_engine(2, 8), _trainer(4), 0, STEPS)
     assert again == run
