@@ -14,7 +14,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
 # So that sharded code can be tried on a CPU.
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 
 # The same examples in every run: a failure is a finding and never a matter of luck.
 hypothesis.settings.register_profile("bi_jax", deadline=None, derandomize=True, database=None)
