@@ -3,6 +3,7 @@
 from .attention import AttentionTopology, attention, write_pages
 from .log_softmax import LogSoftmaxTopology, target_logprobs
 from .matmul import MatmulTopology, matmul, swiglu_matmul
+from .merge import MergeTopology, ordered_sum, tree_sum
 from .ragged import RaggedBatch
 from .rms_norm import RmsNormTopology, add_rms_norm, rms_norm
 from .rope import RopeTopology, rope
@@ -12,6 +13,7 @@ __all__ = [
     "AttentionTopology",
     "LogSoftmaxTopology",
     "MatmulTopology",
+    "MergeTopology",
     "RaggedBatch",
     "RmsNormTopology",
     "RopeTopology",
@@ -21,10 +23,12 @@ __all__ = [
     "choose_token",
     "find_cut",
     "matmul",
+    "ordered_sum",
     "rms_norm",
     "rope",
     "swiglu_matmul",
     "target_logprobs",
     "top_tokens",
+    "tree_sum",
     "write_pages",
 ]

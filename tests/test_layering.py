@@ -16,7 +16,8 @@ ORDER = {
     "bi_jax.pallas_kernels": (
         *("contracts", "ragged", "rounding", "primitive", "differentiable"),
         *("fixed_rows", "lanes", "lanes_backward", "row_sums", "float_order", "vocab_blocks"),
-        *("embedding", "matmul", "rms_norm", "rope", "attention", "log_softmax", "sampling"),
+        *("embedding", "merge", "matmul", "rms_norm", "rope", "attention"),
+        *("log_softmax", "sampling"),
     ),
     "bi_jax.models": (
         *("axes", "cast", "config", "rope", "ops", "layers", "mlp", "attention", "transformer"),

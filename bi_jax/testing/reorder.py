@@ -134,6 +134,8 @@ def _marked(eqn: Any, xs: Values, found: _Found) -> Values:
         places = np.argsort(_order(xs[0].shape[-1])).astype(np.int32)
         logits = _shuffled(xs[0], [1], found)
         xs = [logits, jnp.take(places, xs[1], mode="clip"), *xs[2:]]
+    elif name == "bi_merge_parts":
+        xs = [_shuffled(xs[0], [0], found)]
     elif operands is None:
         if name not in _ADD_NOTHING or (name == "bi_rope" and _norms(xs)):
             found.unknown.add(name)
