@@ -26,7 +26,7 @@ ORDER = {
     "bi_jax": (
         *("flag_table", "flags", "versions", "identity", "config"),
         *("sampling_params", "request", "page_pool", "prefix_cache", "scheduler", "metrics"),
-        *("kv_cache", "ops", "stock_ops", "sampling_rows", "sampling", "batch"),
+        *("collectives", "kv_cache", "ops", "stock_ops", "sampling_rows", "sampling", "batch"),
         *("tokenizer_parts", "chat", "tokenizer_gguf", "tokenizer_folder", "tokenizer"),
         *("detokenize", "stop"),
         *("audit_rules", "audit_report", "audit_hlo", "audit_jaxpr", "audit_program", "audited"),
