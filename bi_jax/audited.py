@@ -36,10 +36,22 @@ class AuditedJit:
         Raises:
           AuditError: the program computes floats outside our ops; it has not run.
         """
-        if key not in self._programs:
-            self._programs[key] = self._compile(key, *args, **kwargs)
+        self.compile(key, *args, **kwargs)
         dynamic = {name: value for name, value in kwargs.items() if name not in self._static}
         return self._programs[key](*args, **dynamic)
+
+    def compile(self, key: Hashable, *args: Any, **kwargs: Any) -> None:
+        """Compiles and audits the program of `key` unless it is there; several threads may.
+
+        Raises:
+          AuditError: as a call.
+        """
+        if key not in self._programs:
+            self._programs[key] = self._compile(key, *args, **kwargs)
+
+    def text(self, key: Hashable) -> str:
+        """The optimised program of a key that was compiled."""
+        return self._programs[key].as_text()
 
     def _compile(self, key: Hashable, *args: Any, **kwargs: Any) -> Any:
         traced = self._jitted.trace(*args, **kwargs)

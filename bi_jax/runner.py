@@ -74,6 +74,11 @@ class StepArguments:
         """Which compiled program runs it: tokens, logit rows, top tokens, filters, steps."""
         return len(self.tokens.tokens), len(self.rows.row), self.top, self.filters, self.steps
 
+    @property
+    def statics(self) -> dict[str, Any]:
+        """The step function's static arguments."""
+        return {"top": self.top, "filters": self.filters, "steps": self.steps}
+
 
 def compute_state(state: nnx.State, dtype: str) -> nnx.State:
     """A copy of a model's state with every parameter cast to the compute dtype, once.
@@ -166,24 +171,30 @@ class Runner:
           For each of the plan's steps: NumPy arrays, one entry a row.
         """
         step = self.step_arguments(plan, rows)
-        self.buckets_used.add(step.program[0])
         started = time.perf_counter()
-        self._cache, choice = self.step_program(
-            step.program,
-            self._state,
-            self._cache,
-            step.tokens.tokens,
-            _ragged(step.tokens),
-            step.rows,
-            top=step.top,
-            filters=step.filters,
-            steps=step.steps,
-        )
-        host = jax.device_get(choice)
+        host = jax.device_get(self.launch(step))
         if step.program not in self.programs:
             self.programs[step.program] = time.perf_counter() - started
         count = len(rows)
         return [jax.tree.map(lambda a, i=i: a[i, :count], host) for i in range(step.steps)]
+
+    def launch(self, step: StepArguments) -> TokenChoice:
+        """Hands a step to the device and does not wait for it.
+
+        Returns:
+          The choices of all steps, [steps, R] each, on the device.
+        """
+        self.buckets_used.add(step.program[0])
+        self._cache, choice = self.step_program(*self._arguments(step), **step.statics)
+        return choice
+
+    def compile(self, step: StepArguments) -> None:
+        """Compiles a step's program without running it; several threads may, for several steps."""
+        self.step_program.compile(*self._arguments(step), **step.statics)
+
+    def _arguments(self, step: StepArguments) -> tuple[Any, ...]:
+        ragged = _ragged(step.tokens)
+        return step.program, self._state, self._cache, step.tokens.tokens, ragged, step.rows
 
     def reset_cache(self) -> None:
         """An empty cache in place of the old one, whose buffers a failed step may have taken."""

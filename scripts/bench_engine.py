@@ -1,0 +1,313 @@
+#!/usr/bin/env python3
+"""Times the engine's step on 8B shapes against stock XLA with cuDNN and against the floor.
+
+    python scripts/bench_engine.py --json docs/benchmarks/engine_h200.json     # on the chip
+    python scripts/bench_engine.py --tiny                                      # anywhere, untimed
+
+Weights are random, made on the device; keys and values in the cache too. A step is the engine's
+own program on the engine's own arrays, handed over many times in a row. Floor: bytes over the copy
+bandwidth or operations over the matmul rate, the larger; both measured in the run. End to end: as
+many requests as the largest decode step holds, with prompts and completions of one length.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from device_timing import copy_bandwidth, header
+from engine_cases import CASES, PARTS, TINY_CASES, TINY_PARTS, Case, fill_cache, step_of
+from engine_peer import make_caches, make_step, peer_params
+from engine_profile import by_class, by_name, kernels_of
+from flax import nnx
+
+from bi_jax import Engine, EngineConfig, SamplingParams
+from bi_jax.batch import TokenArrays
+from bi_jax.models import build_transformer, random_params
+from bi_jax.models.families.qwen3 import QWEN3_8B
+
+START = time.perf_counter()
+ROUNDS = 3
+ROUND_SECONDS = 0.5
+
+
+def note(*words: Any) -> None:
+    print(f"[{time.perf_counter() - START:6.1f} s]", *words, flush=True)
+
+
+def make_engine(arguments: argparse.Namespace, cases: tuple[Case, ...]) -> Engine:
+    tiny = arguments.tiny
+    config = QWEN3_8B
+    if tiny:
+        sizes = dict(hidden_size=64, intermediate_size=128, num_query_heads=4, num_kv_heads=2)
+        config = config.replace(
+            num_layers=2, head_dim=64, vocab_size=512, bos_token_id=0, eos_token_ids=(1,),
+            pad_token_id=0, dtype="float32", param_dtype="float32", max_position=512, **sizes,
+        )  # fmt: skip
+    params = random_params(config, 0)
+    jax.block_until_ready(params)
+    note(f"{sum(p.nbytes for p in params.values()) / 1e9:.2f} GB of weights")
+    buckets = sorted({max(8, case.tokens) for case in cases})
+    rows = max(case.requests for case in cases)
+    pages = max(case.requests * -(-case.context // 64) for case in cases)
+    settings = EngineConfig(
+        max_num_seqs=rows,
+        max_num_batched_tokens=buckets[-1],
+        token_buckets=tuple(buckets),
+        max_model_len=max(case.context for case in cases) + 64,
+        num_pages=pages + 8,
+        decode_steps=arguments.decode_steps,
+        audit=not arguments.no_audit,
+    )
+    return Engine(build_transformer(config, params), config=settings)
+
+
+def first_token(engine: Engine, tokens: int) -> dict[str, float]:
+    """Seconds from the start of the process to the first token of a first request."""
+    built = time.perf_counter() - START
+    prompt = np.random.default_rng(3).integers(0, engine.model_config.vocab_size, tokens).tolist()
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True)
+    engine.add_request(engine.make_request(prompt, params))
+    engine.step()
+    done = time.perf_counter() - START
+    audit = engine.runner.step_program.audit_seconds
+    found = {"engine_built": built, "first_token": done, "of_which_audit": audit}
+    return {name: round(seconds, 2) for name, seconds in found.items()}
+
+
+class Ours:
+    """A case's step in the engine."""
+
+    def __init__(self, engine: Engine, case: Case) -> None:
+        self.engine = engine
+        step = step_of(engine, case)
+        tokens = {name: jax.device_put(array) for name, array in vars(step.tokens).items()}
+        self.step = dataclasses.replace(
+            step, tokens=TokenArrays(**tokens), rows=jax.device_put(step.rows)
+        )
+
+    def compile(self) -> None:
+        self.engine.runner.compile(self.step)
+
+    def run(self) -> Any:
+        return self.engine.runner.launch(self.step)
+
+    @property
+    def program(self) -> str:
+        return self.engine.runner.step_program.text(self.step.program)
+
+
+class Peer:
+    """A case's step in stock XLA."""
+
+    def __init__(self, engine: Engine, case: Case, params: Any, attention: str) -> None:
+        self.case, self.params = case, params
+        self.config = engine.model_config
+        self.step = make_step(self.config, case, attention=attention)
+        rng = np.random.default_rng(0)
+        self.tokens = jnp.asarray(rng.integers(0, 500, case.tokens), jnp.int32)
+        self.caches: Any = jax.eval_shape(lambda: make_caches(self.config, case))
+
+    def compile(self) -> None:
+        self.compiled = self.step.lower(self.params, self.caches, self.tokens).compile()
+
+    def prepare(self) -> None:
+        self.caches = make_caches(self.config, self.case)
+
+    def run(self) -> Any:
+        self.caches, token = self.compiled(self.params, self.caches, self.tokens)
+        return token
+
+    @property
+    def program(self) -> str:
+        return self.compiled.as_text()
+
+
+def step_seconds(side: Ours | Peer) -> list[float]:
+    """Seconds a step in each of the rounds, steps handed over in a row."""
+    jax.block_until_ready(side.run())
+    start = time.perf_counter()
+    jax.block_until_ready([side.run() for _ in range(2)])
+    count = max(2, int(2 * ROUND_SECONDS / (time.perf_counter() - start)))
+    rounds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(count):
+            last = side.run()
+        jax.block_until_ready(last)
+        rounds.append((time.perf_counter() - start) / count)
+    return rounds
+
+
+def measure(side: Ours | Peer, *, profiled: bool) -> dict[str, Any]:
+    rounds = step_seconds(side)
+    found: dict[str, Any] = {"ms": round(1e3 * statistics.median(rounds), 4)}
+    found["rounds_ms"] = [round(1e3 * seconds, 4) for seconds in rounds]
+    if profiled:
+        try:
+            kernels = kernels_of(side.run, side.program)
+        except Exception as error:  # the times stand without it
+            note("no profile:", repr(error)[:300])
+            return found
+        found["kernels_ms"] = round(sum(us for *_, us in kernels) / 1e3, 4)
+        found["classes_us"] = by_class(kernels)
+        found["kernels"] = by_name(kernels)[:40]
+        found["order"] = [[name[:60], round(at, 1), round(us, 2)] for name, at, us in kernels[:90]]
+        found["order"] += [
+            [name[:60], round(at, 1), round(us, 2)] for name, at, us in kernels[-40:]
+        ]
+    return found
+
+
+def matmul_rate(tiny: bool) -> float:
+    """Operations a second of one large bfloat16 product of random values."""
+    size, count = (256 if tiny else 8192), 10
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys)
+    product = jax.jit(lambda a, b: a @ b)
+    jax.block_until_ready(product(a, b))
+    start = time.perf_counter()
+    jax.block_until_ready([product(a, b) for _ in range(count)])
+    return 2 * size**3 * count / (time.perf_counter() - start)
+
+
+def end_to_end(engine: Engine, arguments: argparse.Namespace, steps: dict[str, float]) -> Any:
+    """Output tokens a second of one full load, and what the times of its steps alone allow."""
+    requests = arguments.requests or engine.config.max_num_seqs
+    prompt, new = arguments.prompt, arguments.new
+    rng = np.random.default_rng(4)
+    vocab = engine.model_config.vocab_size
+    prompts = [rng.integers(0, vocab, prompt).tolist() for _ in range(requests)]
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=new, ignore_eos=True)
+    for warm in (True, False):
+        before, start = engine.metrics(), time.perf_counter()
+        few = SamplingParams(temperature=0.0, seed=0, max_tokens=20, ignore_eos=True)
+        outputs = engine.generate(prompts, few if warm else params)
+        seconds, after = time.perf_counter() - start, engine.metrics()
+        engine.scheduler.cache.clear(weights_version=0)
+    tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+    prefills = -(-requests * prompt // engine.config.max_num_batched_tokens)
+    decodes = after.steps - before.steps - prefills
+    allowed = prefills * steps["prefill"] + new * (steps["early"] + steps["late"]) / 2
+    return {
+        "requests": requests,
+        "prompt_tokens": prompt,
+        "new_tokens": new,
+        "decode_steps": engine.config.decode_steps,
+        "distinct_tokens": len({t for o in outputs for t in o.outputs[0].token_ids}),
+        "seconds": round(seconds, 3),
+        "tokens_a_second": round(tokens / seconds, 1),
+        "dispatches": after.steps - before.steps,
+        "other_dispatches": decodes,
+        "steps_alone_seconds": round(allowed, 3),
+        "share_of_what_steps_allow": round(allowed / seconds, 4),
+        "step_ms": after.step_ms,
+        "preemptions": after.preemptions - before.preemptions,
+    }
+
+
+def compile_all(ours: dict[Case, Ours], peers: dict[Case, Peer]) -> dict[str, float]:
+    """Seconds by program; peers one after the other, since they are autotuned on the chip."""
+    seconds: dict[str, float] = {}
+
+    def build(name: str, side: Ours | Peer) -> None:
+        start = time.perf_counter()
+        side.compile()
+        seconds[name] = round(time.perf_counter() - start, 2)
+        note("compiled", name, seconds[name])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(lambda: [build(f"stock {c.name}", s) for c, s in peers.items()])]
+        jobs += [pool.submit(build, f"ours {case.name}", side) for case, side in ours.items()]
+        for job in jobs:
+            job.result()
+    return seconds
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    cases, parts = (TINY_CASES, TINY_PARTS) if arguments.tiny else (CASES, PARTS)
+    engine = make_engine(arguments, (*cases, *parts))
+    result: dict[str, Any] = {"start": first_token(engine, min(1024, cases[0].context))}
+    note("first token", result["start"])
+    if arguments.first_token_only:
+        return result
+    config, profiled = engine.model_config, not arguments.tiny
+    params = peer_params(nnx.merge(engine.runner._graph, engine.runner.state))
+    attention = "xla" if arguments.tiny else "cudnn"
+    ours = {case: Ours(engine, case) for case in (*cases, *parts)}
+    peers = {case: Peer(engine, case, params, attention) for case in cases}
+    result["compile_seconds"] = compile_all(ours, {} if arguments.no_peer else peers)
+    _ = engine.identity  # hashing the weights is done before anything is timed
+    note("weights hashed")
+    bandwidth, rate = copy_bandwidth(), matmul_rate(arguments.tiny)
+    note(f"copy {bandwidth / 1e12:.3f} TB/s, product {rate / 1e12:.1f} TFLOP/s")
+    if not arguments.tiny:
+        result["header"] = header(bandwidth) | {"command": " ".join(sys.argv)}
+    result["matmul_tflop_s"] = round(rate / 1e12, 1)
+    result["model"] = str(config)
+    result["ops"] = dict(engine.ops.description)
+    fill_cache(engine.runner)
+    rows = result["rows"] = []
+    times = {}
+    for case, side in ours.items():
+        floor = case.floor_seconds(config, bandwidth, rate)
+        row = {"case": case.name, "aim": case.aim, "floor_ms": round(1e3 * floor, 4)}
+        row["ours"] = measure(side, profiled=profiled)
+        times[case] = row["ours"]["ms"] / 1e3
+        row["ours_over_floor"] = round(row["ours"]["ms"] / row["floor_ms"], 4)
+        rows.append(row)
+        note(row["case"], row["ours"]["ms"], "ms,", row["ours_over_floor"], "of the floor")
+        note("   ", row["ours"].get("classes_us"))
+        save(result, arguments)
+    steps = {"prefill": times[parts[1]], "early": times[parts[0]], "late": times[cases[2]]}
+    if not arguments.no_end_to_end:
+        result["end_to_end"] = end_to_end(engine, arguments, steps)
+        note("end to end", result["end_to_end"])
+        save(result, arguments)
+    engine.runner._cache = None
+    for row, case in zip(rows, cases, strict=False):
+        if arguments.no_peer:
+            break
+        peers[case].prepare()
+        row["stock"] = measure(peers[case], profiled=profiled)
+        peers[case].caches = None
+        row["stock_over_floor"] = round(row["stock"]["ms"] / row["floor_ms"], 4)
+        row["ours_over_stock"] = round(row["ours"]["ms"] / row["stock"]["ms"], 4)
+        note(row["case"], "stock", row["stock"]["ms"], "ms,", row["ours_over_stock"], "ours/stock")
+        note("   ", row["stock"].get("classes_us"))
+        save(result, arguments)
+    return result
+
+
+def save(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--first-token-only", action="store_true")
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--no-audit", action="store_true")
+    parser.add_argument("--no-end-to-end", action="store_true")
+    parser.add_argument("--decode-steps", type=int, default=1)
+    parser.add_argument("--requests", type=int, help="end to end; unset: as many as fit a step")
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--new", type=int, default=1024)
+    arguments = parser.parse_args()
+    save(run(arguments), arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
