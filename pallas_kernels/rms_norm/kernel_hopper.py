@@ -1,14 +1,21 @@
-"""RMS norm with the residual add on Hopper: one CTA of one warpgroup a row.
+"""RMS norm with the residual add on Hopper: one warpgroup a row, straight from global memory.
 
     stream = round(x + residual)        normed = round(stream / sqrt(mean(stream^2) + eps) * scale)
 
-Order of additions: the row, padded with zeros to a multiple of 128 lanes of `vec` columns, lies
-strided over the warpgroup's 128 threads; each thread adds its own columns in ascending order, then
-the threads are added by the warpgroup's shuffle tree. The layout follows the hidden size alone, so
-a row's bits cannot follow the row count. Grid: one CTA a row.
+Order of additions: the row lies strided over the warpgroup's 128 threads, a thread holding every
+128th vector of `vec` neighbouring columns. It adds the squares of its vectors lane by lane, in
+8 / vec sums that take turns, those in ascending order, and then the lanes; the 32 threads of a warp
+are added by butterflies and the four warps by a tree. A row that is no multiple of 256 columns has
+a second piece, its last 256 columns; those that the first piece holds count as zero there, and the
+second sum is added to the first. Squares are rounded before they are added. All of it follows the
+hidden size alone.
+
+Grid: one CTA a row, whose loads are all in flight at once; several CTAs share a multiprocessor.
 """
 
+import dataclasses
 import functools
+import operator
 
 import jax
 import jax.experimental.pallas as pl
@@ -19,95 +26,103 @@ from jax import lax
 from .topology import RmsNormTopology
 
 THREADS = 128  # of one warpgroup
-WIDTH = 64  # columns of a staged line; TMA copies at most 256 lines
 VECTORS = (8, 4, 2)  # columns a thread holds together
-MAX_LINES = 256
+SHORTEST = THREADS * VECTORS[-1]  # columns of the shortest piece
+LONGEST = 16384  # columns that the registers of a warpgroup hold
+ALIGNMENT = 64  # columns
 REDUCTION_SCRATCH_BYTES = 1024
 
 
-def vector_width(hidden_size: int) -> int:
-    """Columns a thread holds together: the widest that needs no padding, else 2."""
-    fitting = (v for v in VECTORS if hidden_size % (THREADS * v) == 0)
-    return next(fitting, VECTORS[-1])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Columns [start, start + size) of a row; the first `foreign` belong to the piece before."""
+
+    start: int
+    size: int
+    foreign: int = 0
+
+    @property
+    def layout(self):
+        vec = next(v for v in VECTORS if self.size % (THREADS * v) == 0)
+        return plgpu.Layout.WG_STRIDED((self.size,), vec_size=vec)
+
+    @property
+    def columns(self):
+        return pl.ds(self.start, self.size)
+
+    def own(self, values):
+        """The values, zero in foreign columns."""
+        if not self.foreign:
+            return values
+        place = plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout)
+        return jnp.where(place < self.foreign, jnp.zeros_like(values), values)
 
 
-def padded_size(hidden_size: int) -> int:
-    """The hidden size with its padded lanes."""
-    lanes = THREADS * vector_width(hidden_size)
-    return -(-hidden_size // lanes) * lanes
+def pieces_of(hidden_size: int) -> tuple[Piece, ...]:
+    """How a row of `hidden_size` columns, 256 or more, is cut."""
+    whole = hidden_size // SHORTEST * SHORTEST
+    first = Piece(start=0, size=whole)
+    if whole == hidden_size:
+        return (first,)
+    start = hidden_size - SHORTEST
+    return first, Piece(start=start, size=SHORTEST, foreign=whole - start)
 
 
-def _body(*refs, hidden_size: int, eps: float, add: bool):
-    inputs, outputs, scratch = (refs[:3], refs[3:5], refs[5:]) if add else _without(refs)
-    (*staged, normed_smem, loaded) = scratch
-    lines, padded = hidden_size // WIDTH, padded_size(hidden_size)
-    layout = plgpu.Layout.WG_STRIDED((padded // WIDTH, WIDTH), vec_size=vector_width(hidden_size))
-    dtype = normed_smem.dtype
+def _body(*refs, hidden_size: int, real_size: int, eps: float, add: bool):
+    inputs, scale_gmem, outputs = refs[: 1 + add], refs[1 + add], refs[2 + add :]
+    pieces = pieces_of(hidden_size)
+    dtype = scale_gmem.dtype
     row = lax.axis_index("row")
 
-    def real(ref):
-        return ref if padded == hidden_size else ref.at[pl.ds(0, lines)]
+    def load(ref):
+        return [plgpu.load(ref.at[p.columns], layout=p.layout, optimized=False) for p in pieces]
 
-    def read(ref):
-        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+    def store(ref, values):
+        for piece, value in zip(pieces, values, strict=True):
+            ref[row, piece.columns] = value
 
-    def clear_padding():
-        for ref in staged:
-            ref[...] = plgpu.layout_cast(jnp.zeros(ref.shape, dtype), layout)
-        plgpu.commit_smem()
+    def wide(values):
+        return [v.astype(jnp.float32) for v in values]
 
-    def load_row():
-        for source, target in zip(inputs, staged, strict=True):
-            source = source if source is inputs[-1] else source.at[row]
-            plgpu.copy_gmem_to_smem(source, real(target), loaded)
-        plgpu.barrier_wait(loaded)
-
-    if padded != hidden_size:
-        clear_padding()
-    load_row()
-    total = read(staged[0])
+    arrays, scales = [load(ref.at[row]) for ref in inputs], load(scale_gmem)
+    streams = wide(arrays[0])
     if add:
-        total = (total + read(staged[1])).astype(dtype)
-        staged[0][...] = total
-        total = total.astype(jnp.float32)
-    mean = jnp.sum(total * total) * (1.0 / hidden_size)
-    normed = total * lax.rsqrt(mean + eps) * read(staged[-1])
-    normed_smem[...] = normed.astype(dtype)
-    plgpu.commit_smem()
-    for source, target in zip((normed_smem, staged[0]), outputs, strict=False):
-        plgpu.copy_smem_to_gmem(real(source), target.at[row])
-    plgpu.wait_smem_to_gmem(0)
+        pairs = zip(streams, wide(arrays[1]), strict=True)
+        rounded = [(x + r).astype(dtype) for x, r in pairs]
+        store(outputs[1], rounded)
+        streams = wide(rounded)
+    squares = [_sum_of_squares(p, s) for p, s in zip(pieces, streams, strict=True)]
+    mean = lax.optimization_barrier(functools.reduce(operator.add, squares) * (1.0 / real_size))
+    factor = lax.rsqrt(mean + eps)
+    pairs = zip(streams, wide(scales), strict=True)
+    store(outputs[0], [(stream * factor * scale).astype(dtype) for stream, scale in pairs])
 
 
-def _without(refs):
-    """The references of the kernel that adds no residual."""
-    return refs[:2], refs[2:3], refs[3:]
+def _sum_of_squares(piece: Piece, values):
+    # The barrier keeps the products out of the sum, where they could become multiply-adds.
+    return jnp.sum(lax.optimization_barrier(piece.own(values * values)))
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def _launch(*arrays: jax.Array, eps: float, interpret: bool) -> tuple[jax.Array, ...]:
     """arrays: x [M, D], perhaps the residual [M, D], scale [D]."""
     add = len(arrays) == 3
-    rows, hidden_size = arrays[0].shape
-    dtype = arrays[0].dtype
-    lines = hidden_size // WIDTH
-    staged = plgpu.SMEM((padded_size(hidden_size) // WIDTH, WIDTH), dtype)
-    out = jax.ShapeDtypeStruct((rows, lines, WIDTH), dtype)
-    kernel = plgpu.kernel(
-        functools.partial(_body, hidden_size=hidden_size, eps=eps, add=add),
+    rows, real_size = arrays[0].shape
+    hidden_size = max(real_size, SHORTEST)
+    if hidden_size != real_size:
+        widths = ((0, 0), (0, hidden_size - real_size))
+        arrays = tuple(jnp.pad(a, widths[-a.ndim :]) for a in arrays)
+    out = jax.ShapeDtypeStruct((rows, hidden_size), arrays[0].dtype)
+    outs = plgpu.kernel(
+        functools.partial(_body, hidden_size=hidden_size, real_size=real_size, eps=eps, add=add),
         out_type=(out,) * (2 if add else 1),
-        scratch_types=(
-            *([staged] * len(arrays)),
-            staged,
-            plgpu.Barrier(num_arrivals=len(arrays)),
-        ),
         grid=(rows,),
         grid_names=("row",),
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES),
+        kernel_name="add_rms_norm" if add else "rms_norm",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )
-    outs = kernel(*(a.reshape(*a.shape[:-1], lines, WIDTH) for a in arrays))
-    return tuple(o.reshape(rows, hidden_size) for o in outs)
+    )(*arrays)
+    return tuple(o[:, :real_size] for o in outs)
 
 
 def _check(x: jax.Array) -> None:
@@ -115,10 +130,10 @@ def _check(x: jax.Array) -> None:
         raise NotImplementedError(
             f"rms_norm on Hopper takes bfloat16, float16 or float32, got {x.dtype}"
         )
-    if x.shape[1] % WIDTH or x.shape[1] // WIDTH > MAX_LINES:
+    if x.shape[1] % ALIGNMENT or x.shape[1] > LONGEST:
         raise NotImplementedError(
-            f"rms_norm on Hopper takes hidden sizes that are a multiple of {WIDTH} up to "
-            f"{WIDTH * MAX_LINES}, got {x.shape[1]}"
+            f"rms_norm on Hopper takes hidden sizes that are a multiple of {ALIGNMENT} up to "
+            f"{LONGEST}, got {x.shape[1]}"
         )
 
 
@@ -128,7 +143,7 @@ def rms_norm_hopper(
     """x [M, D], scale [D] -> normed [M, D]; see `api.rms_norm`.
 
     Raises:
-      NotImplementedError: another dtype, or a hidden size that TMA cannot stage.
+      NotImplementedError: another dtype, or a hidden size that does not fit.
 
     Invariance: the bits of row m depend on x[m], scale and eps only.
     """

@@ -7,7 +7,7 @@ import pytest
 
 from bi_jax.pallas_kernels.rms_norm.kernel_hopper import (
     add_rms_norm_hopper,
-    padded_size,
+    pieces_of,
     rms_norm_hopper,
 )
 from bi_jax.testing import assert_same_bits, operands
@@ -28,7 +28,7 @@ def _exact(total, scale):
     return total / np.sqrt(mean + EPS) * np.asarray(scale, np.float64)
 
 
-@pytest.mark.parametrize("width", [576, 1024])
+@pytest.mark.parametrize("width", [64, 576, 1024])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_interpreted_kernel_against_float64(width, dtype):
     x, residual, scale = _arrays(3, width, dtype)
@@ -66,8 +66,10 @@ def test_it_lowers_for_sm90(width, rows):
     assert text.count("mosaic_gpu") >= 2
 
 
-def test_padding_is_of_whole_lanes():
-    assert [padded_size(n) for n in SIZES] == [256, 768, 1024, 1024, 4096]
+def test_the_pieces_hold_every_column_once():
+    for width in (256, 576, 960, 1024, 4096, 5120):
+        own = [c for p in pieces_of(width) for c in range(p.start + p.foreign, p.start + p.size)]
+        assert own == list(range(width))
 
 
 def test_what_does_not_fit_is_refused_by_name():
