@@ -171,6 +171,27 @@ def test_the_page_size_changes_nothing(requests, page):
     assert_same_bits(run(requests, prefill_steps(), bucket=208, page=page), expected)
 
 
+@pytest.mark.parametrize(
+    ("block", "pages", "window"), [(128, (64, 16, 256), 70), (96, (96, 48), None)]
+)
+def test_blocks_of_several_parts(block, pages, window):
+    """The reference meets a block of 128 in parts of 64, one of 96 in parts of 32; the last page
+    size neither holds whole parts nor fits into one."""
+    lengths = (150, 63)
+    requests = [make_tokens(n, seed) for seed, n in enumerate(lengths)]
+    kinds = {"window": window, "block": block}
+    expected = run(requests, prefill_steps(lengths), bucket=216, page=pages[0], **kinds)
+    for tokens, out, lse in zip(requests, *expected, strict=True):
+        want, want_lse = exact(tokens, window)
+        np.testing.assert_allclose(out, want, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(lse, want_lse, rtol=0, atol=2e-5)
+    for page in pages[1:]:
+        got = run(requests, chunked_steps(37, lengths), bucket=80, page=page, **kinds)
+        assert_same_bits(got, expected)
+    other = run(requests, prefill_steps(lengths), bucket=216, page=16, window=window, block=16)
+    assert bit_difference(other[0][0], expected[0][0]) is not None  # the control
+
+
 def test_another_kv_block_is_another_order(requests):
     """The control: these operands do show it when blocks are cut elsewhere."""
     expected = run(requests, prefill_steps(), bucket=208)
