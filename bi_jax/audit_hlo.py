@@ -32,10 +32,14 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _APPLYING = (
     *("reduce", "reduce-window", "scatter", "select-and-scatter", "sort"),
-    *("all-reduce", "all-reduce-start", "reduce-scatter"),
+    *("all-reduce", "all-reduce-start", "reduce-scatter", "reduce-scatter-start"),
 )
 _CALLING = frozenset((*_APPLYING, *rules.CONTROL_HLO, "async-start", "custom-call"))
-_COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "collective-broadcast")
+_COLLECTIVES = (
+    *("all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"),
+    *("collective-broadcast", "all-reduce", "reduce-scatter"),
+)
+_ASYNC = re.compile(r"(?P<base>.+)-(?P<part>start|update|done)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +129,12 @@ class HloAudit:
         return instruction.computation in self._owned and not self._named_foreign(instruction)
 
     def _classify(self, instruction: Instruction) -> None:
-        opcode = instruction.opcode
+        opcode, waits = _synchronous(instruction.opcode)
         mine = self._is_ours(instruction)
-        base = opcode.removesuffix("-start")
-        if base in _COLLECTIVES and not opcode.endswith("-done"):
-            self.collectives[base] += 1
+        if waits:
+            return  # its start has been looked at
+        if opcode in _COLLECTIVES:
+            self.collectives[opcode] += 1
         if opcode == "custom-call":
             target = _TARGET.search(instruction.line)
             kernel = target.group(1) if target else "?"
@@ -138,7 +143,9 @@ class HloAudit:
             elif kernel not in rules.EXACT_CUSTOM_CALLS:
                 self._refuse(instruction, "kernel", f"(custom call {kernel})")
             return
-        mine = mine and self._kernels.isdisjoint(instruction.name.split("/"))
+        # No op of ours adds across devices on its own: whoever cut it up did that, a partitioner.
+        across = rules.FORBIDDEN_HLO.get(opcode) == "collective"
+        mine = mine and not across and self._kernels.isdisjoint(instruction.name.split("/"))
         if mine or not _FLOAT.search(instruction.shape):
             return
         if opcode in rules.EXACT_HLO or opcode in rules.CONTROL_HLO or opcode == "convert":
@@ -149,7 +156,7 @@ class HloAudit:
             if "unique_indices=true" not in instruction.line:
                 self._refuse(instruction, "scatter", "(it does not state unique_indices)")
             return
-        self._refuse(instruction, rules.FORBIDDEN_HLO.get(opcode, "arithmetic"))
+        self._refuse(instruction, _kind(opcode))
 
     def _is_allowed(self, instruction: Instruction) -> bool:
         """Whether it comes from a primitive that the caller allows, and is of its kind.
@@ -159,7 +166,7 @@ class HloAudit:
         primitive = instruction.name.rpartition("/")[2]
         if primitive == rules.COTANGENT_SUM and instruction.opcode == "add":
             return True  # its dtype was looked at in the jaxpr
-        kind = rules.FORBIDDEN_HLO.get(instruction.opcode, "arithmetic")
+        kind = _kind(_synchronous(instruction.opcode)[0])
         origin = rules.FORBIDDEN_PRIMITIVES.get(primitive)
         return primitive in self._allow and (kind != "collective" or origin == "collective")
 
@@ -184,6 +191,19 @@ class HloAudit:
         if source:
             return f"{source.group(1)}:{source.group(2)}"
         return "no source line (the compiler made it)"
+
+
+def _kind(opcode: str) -> str:
+    return rules.FORBIDDEN_HLO.get(opcode, "arithmetic")
+
+
+def _synchronous(opcode: str) -> tuple[str, bool]:
+    """What an opcode such as "all-gather-start" does, and whether it is only the wait for it."""
+    match = _ASYNC.fullmatch(opcode)
+    known = {"custom-call", *rules.EXACT_HLO, *rules.CONTROL_HLO, *rules.FORBIDDEN_HLO}
+    if match is None or match["base"] not in known or match["base"] == "copy":
+        return opcode, False
+    return match["base"], match["part"] != "start"
 
 
 def _parse(text: str) -> tuple[list[Instruction], list[str]]:

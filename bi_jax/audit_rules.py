@@ -28,7 +28,9 @@ EXACT_PRIMITIVES: dict[str, str] = {
             *("stop_gradient", "name", "empty", "broadcast", "mesh_cast", "array_copy"),
             *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pbroadcast"),
             *("pvary", "bitcast_convert_type", "random_wrap", "random_unwrap", "full"),
-            *("squeeze", "empty2", "axis_index", "platform_index"),
+            *("squeeze", "empty2", "axis_index", "platform_index", "ragged_all_to_all"),
+            *("all_gather_start", "all_gather_done", "all_to_all_start", "all_to_all_done"),
+            *("ppermute_start", "ppermute_done"),
         ),
         MOVES,
     ),
@@ -89,7 +91,11 @@ FORBIDDEN_PRIMITIVES: dict[str, str] = {
     **dict.fromkeys(("scatter-add", "scatter-mul", "scatter-min", "scatter-max"), "scatter"),
     "scatter_add": "scatter",
     **dict.fromkeys(
-        ("psum", "psum2", "psum_invariant", "pmax", "pmin", "reduce_scatter", "unreduced_psum"),
+        (
+            *("psum", "psum2", "psum_invariant", "pmax", "pmin", "reduce_scatter"),
+            *("unreduced_psum", "unreduced_reduce_scatter", "unreduced_pmax", "unreduced_pmin"),
+            *("psum_invariant_start", "psum_done", "reduce_scatter_start", "reduce_scatter_done"),
+        ),
         "collective",
     ),
     **dict.fromkeys(
@@ -111,9 +117,8 @@ EXACT_HLO = frozenset(
         *("dynamic-update-slice", "concatenate", "reverse", "gather", "select", "compare", "iota"),
         *("bitcast-convert", "reduce-precision", "negate", "abs", "sign", "is-finite", "floor"),
         *("ceil", "round-nearest-even", "round-nearest-afz", "optimization-barrier", "sort"),
-        *("after-all", "partition-id", "replica-id", "all-gather", "all-gather-start"),
-        *("all-gather-done", "all-to-all", "collective-permute", "collective-permute-start"),
-        *("collective-permute-done", "collective-broadcast", "infeed", "outfeed", "send", "recv"),
+        *("after-all", "partition-id", "replica-id", "all-gather", "all-to-all"),
+        *("collective-permute", "collective-broadcast", "infeed", "outfeed", "send", "recv"),
         *("send-done", "recv-done", "domain", "add-dependency", "ragged-all-to-all", "topk"),
         *("async-start", "async-update", "async-done", "get-dimension-size"),
     )
@@ -132,7 +137,6 @@ FORBIDDEN_HLO: dict[str, str] = {
     "cholesky": "reduction",
     "triangular-solve": "reduction",
     "all-reduce": "collective",
-    "all-reduce-start": "collective",
     "reduce-scatter": "collective",
     "rng": "random",
     "rng-bit-generator": "random",
