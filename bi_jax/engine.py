@@ -6,16 +6,19 @@ import asyncio
 import copy
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from bi_jax.models.checkpoint import find_model, load_params, read_config
+from bi_jax.models.config import TP_INVARIANT
 from bi_jax.models.ops import TransformerOps
+from bi_jax.models.parallel_layout import ParallelLayout
 from bi_jax.models.transformer import Transformer, build_transformer
 
 from .active import ActiveRequest
@@ -27,6 +30,7 @@ from .progress import Progress
 from .request import Request, RequestOutput, SamplingParams
 from .runner import Runner, RunnerConfig
 from .scheduler import Scheduler, SchedulerConfig
+from .sharding import model_placer
 from .step_loop import StepLoop, locked
 from .tokenizer import Tokenizer
 
@@ -43,9 +47,13 @@ class Engine(StepLoop):
       ops: what to compute with; None: what `bi_jax.ops` picks for this platform. Others, such as
         `stock_ops.stock_ops()`, keep no promise; they are for controls and benchmarks.
       model_name: said in outputs and errors.
+      tensor_parallel_size: devices that the weights and the cache are cut over. It changes bits,
+        and the identity says so, unless the model's topology is "tp_invariant".
+      mesh: a mesh with the axes of `bi_jax.sharding`, of that many devices; None: the first ones.
 
     Raises:
-      ValueError: the settings do not fit the model.
+      ValueError: the settings do not fit the model, or the degree does not fit the topology or the
+        devices.
       NotImplementedError: no backend of ours runs on this platform.
 
     Invariance: a completion's token ids and log-probabilities depend on its prompt, its sampling
@@ -61,13 +69,18 @@ class Engine(StepLoop):
         config: EngineConfig | None = None,
         ops: TransformerOps | None = None,
         model_name: str = "",
+        tensor_parallel_size: int = 1,
+        mesh: Mesh | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.model_config = model.config
         self.model_name = model_name
         self.tokenizer = tokenizer
         self.backends = pick_backends(jax.devices()[0], model.config.dtype)
-        self.ops = ops or transformer_ops(model.config, backend=self.backends)
+        self.placer = model_placer(model.config, self.backends, tensor_parallel_size, mesh)
+        layout = None if self.placer is None else self.placer.layout
+        _check_layout(model, layout, ops)
+        self.ops = ops or transformer_ops(model.config, backend=self.backends, layout=layout)
         # Other ops keep no promise, so there is nothing to hold them to.
         self.audited = self.config.audit and ops is None
         self.max_model_len = self.config.max_model_len or model.config.max_position
@@ -98,13 +111,14 @@ class Engine(StepLoop):
                 page_size=self.config.page_size,
                 max_model_len=self.max_model_len,
             ),
-            backend=self.backends.sampling,
+            backend=self.backends.tokens,
             audited=self.audited,
+            placer=self.placer,
         )
         self.weights_version = 0
         # Hashing the weights takes seconds and needs nobody to wait for it.
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bi-jax-digest")
-        self._weights_digest = self._hashing.submit(digest_of_state, self.runner.state)
+        self._weights_digest = self._submit_digest()
         self._identity: Identity | None = None
         self._request_ids = itertools.count()
         self._seq_ids = itertools.count()
@@ -118,6 +132,9 @@ class Engine(StepLoop):
         dtype: str | None = None,
         tokenizer: str | Path | None = None,
         config: EngineConfig | None = None,
+        tensor_parallel_size: int = 1,
+        tp_invariant: bool = False,
+        mesh: Mesh | None = None,
     ) -> Engine:
         """An engine for a Hugging Face folder or hub id, a GGUF file, or an Orbax checkpoint.
 
@@ -127,6 +144,8 @@ class Engine(StepLoop):
             where that is float32.
           tokenizer: where the tokenizer is, if not with the model.
           config: the engine's settings.
+          tensor_parallel_size, mesh: as for the engine; each device is sent its own part only.
+          tp_invariant: take the topology whose bits do not depend on tensor_parallel_size.
 
         Raises:
           ValueError: there is no such model, or files are damaged or contradict one another.
@@ -136,11 +155,25 @@ class Engine(StepLoop):
         if dtype is None:
             dtype = _default_dtype(model_config.dtype)
         model_config = model_config.replace(dtype=dtype, param_dtype=dtype)
+        if tp_invariant:
+            model_config = model_config.replace(topology=TP_INVARIANT)
+        backends = pick_backends(jax.devices()[0], dtype)
+        placer = model_placer(model_config, backends, tensor_parallel_size, mesh)
         source = find_model(name)
         text = Tokenizer.from_pretrained(source.path if tokenizer is None else tokenizer)
-        params = load_params(name, model_config, dtype=dtype)
-        model = build_transformer(model_config, params)
-        return cls(model, tokenizer=text, config=config, model_name=str(name))
+        if placer is None:
+            model = build_transformer(model_config, load_params(name, model_config, dtype=dtype))
+        else:
+            params = placer.load(name, model_config, dtype=dtype)
+            model = build_transformer(model_config, params, layout=placer.layout)
+        return cls(
+            model,
+            tokenizer=text,
+            config=config,
+            model_name=str(name),
+            tensor_parallel_size=tensor_parallel_size,
+            mesh=mesh,
+        )
 
     def generate(
         self,
@@ -295,7 +328,7 @@ class Engine(StepLoop):
                 f"{len(self._active)} requests are running"
             )
         self.runner.update_state(state)
-        self._weights_digest = self._hashing.submit(digest_of_state, self.runner.state)
+        self._weights_digest = self._submit_digest()
         self.weights_version += 1
         self.scheduler.cache.clear(weights_version=self.weights_version)
 
@@ -311,13 +344,29 @@ class Engine(StepLoop):
             self._identity = self._identity.with_weights(weights)
         return self._identity
 
+    def _submit_digest(self) -> Future[str]:
+        whole = self.runner.whole_parameters()
+        return self._hashing.submit(digest_of_state, self.runner.state, whole=whole)
+
     def _num_pages(self) -> int:
         pages_of_one = -(-self.max_model_len // self.config.page_size)
         if self.config.num_pages is not None:
             return self.config.num_pages
-        fit = self.config.cache_bytes // bytes_a_page(self.model_config, self.config.page_size)
+        heads = None if self.placer is None else self.placer.layout.slots
+        page_bytes = bytes_a_page(self.model_config, self.config.page_size, heads=heads)
+        fit = self.config.cache_bytes // page_bytes
         most = pages_of_one * self.config.max_num_seqs
         return max(pages_of_one, min(fit, most))
+
+
+def _check_layout(model: Transformer, layout: ParallelLayout | None, ops: Any) -> None:
+    if model.layout is not None and model.layout != layout:
+        raise ValueError(
+            f"the model's parameters are laid out for {model.layout.degree} devices in "
+            f"{model.layout.segments} segments, which is not this engine's layout"
+        )
+    if layout is not None and ops is not None:
+        raise ValueError("ops of your own run on one device, in the default topology only")
 
 
 def _default_dtype(own: str) -> str:

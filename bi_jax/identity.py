@@ -34,7 +34,7 @@ _CODE = ("pallas_kernels", "models", "bi_jax")
 # Of our own layer only what computes; requests, scheduling and text cannot change a bit.
 _COMPUTING = (
     *("ops.py", "sampling.py", "sampling_rows.py", "trainer_logprobs.py", "collectives.py"),
-    *("kv_cache.py", "runner.py"),
+    *("kv_cache.py", "runner.py", "row_products.py"),
 )
 
 
@@ -139,15 +139,20 @@ def identity_of(
     )
 
 
-def digest_of_state(state: nnx.State, dtype: str | None = None) -> str:
+def digest_of_state(
+    state: nnx.State, dtype: str | None = None, *, whole: Mapping[str, Any] | None = None
+) -> str:
     """Digest of a model's parameters in the compute dtype, equal for sampler and trainer.
 
     Args:
       state: `nnx.state(model)`; other variables than parameters are left out.
       dtype: the compute dtype to cast to first; None: they are in it.
+      whole: name to array as in a checkpoint, where `state` has them cut over ranks.
     """
     from bi_jax.models.cast import to_compute_dtype
 
+    if whole is not None:
+        return weights_digest(whole)
     params = {}
     for path, variable in nnx.to_flat_state(state):
         if isinstance(variable, nnx.Param):

@@ -9,6 +9,7 @@ import jax
 
 from bi_jax.models.config import TransformerConfig
 from bi_jax.models.ops import TransformerOps
+from bi_jax.models.parallel_layout import ParallelLayout
 from bi_jax.pallas_kernels.attention import attention, write_pages
 from bi_jax.pallas_kernels.attention import topology_for as attention_topology
 from bi_jax.pallas_kernels.log_softmax import topology_for as log_softmax_topology
@@ -21,6 +22,8 @@ from bi_jax.pallas_kernels.rope import topology_for as rope_topology
 from bi_jax.pallas_kernels.sampling import topology_for as sampling_topology
 
 from .kv_cache import LayerPages
+from .row_products import cut_products, describe
+from .sampling import TokenBackends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +36,25 @@ class Backends:
     attention: str
     log_softmax: str
     sampling: str
+    cut: str
+    merge: str
 
     @classmethod
     def all(cls, name: str) -> "Backends":
         """One implementation for every op."""
         return cls(**{field.name: name for field in fields(cls)})
 
+    @property
+    def tokens(self) -> TokenBackends:
+        """Those of token choice; `cut` is `find_cut` and `top_tokens`."""
+        return TokenBackends(
+            choose_token=self.sampling, target_logprobs=self.log_softmax, cut=self.cut
+        )
+
 
 ON_CPU = Backends.all(REFERENCE)
-# Token choice has no kernel yet: its reference runs there, at one fixed shape as everywhere.
-ON_HOPPER = replace(Backends.all(HOPPER), log_softmax=REFERENCE, sampling=REFERENCE)
+# The cut of filtered rows has no kernel: its reference runs there, at one fixed shape.
+ON_HOPPER = replace(Backends.all(HOPPER), cut=REFERENCE)
 
 
 def pick_backends(device: Any, dtype: str) -> Backends:
@@ -67,13 +79,18 @@ def pick_backends(device: Any, dtype: str) -> Backends:
     return ON_HOPPER
 
 
-def transformer_ops(config: TransformerConfig, *, backend: str | Backends) -> TransformerOps:
-    """The ops record of a model on one device.
+def transformer_ops(
+    config: TransformerConfig, *, backend: str | Backends, layout: ParallelLayout | None = None
+) -> TransformerOps:
+    """The ops record of a model on one device, or on each rank of a layout.
 
     Args:
       config: chooses the topologies; nothing here sees a batch.
       backend: implementation of each op by name, or one name for all.
+      layout: where the weights lie; None: on one device. Of a degree above 1 the ops run under
+        `shard_map` over the axis "tp".
     """
+    layout = layout or ParallelLayout(config=config, degree=1)
     names = Backends.all(backend) if isinstance(backend, str) else backend
     products = MatmulTopology()
     norms = norm_topology(hidden_size=config.hidden_size)
@@ -87,16 +104,18 @@ def transformer_ops(config: TransformerConfig, *, backend: str | Backends) -> Tr
         "log_softmax": log_softmax_topology(vocab_size=config.vocab_size),
         "sampling": sampling_topology(vocab_size=config.vocab_size),
     }
+    product = _bind(matmul, names.matmul, products)
     return TransformerOps(
-        matmul=_bind(matmul, names.matmul, products),
+        matmul=product,
         swiglu_matmul=_bind(swiglu_matmul, names.matmul, products),
         rms_norm=_bind(rms_norm, names.rms_norm, norms),
         add_rms_norm=_bind(add_rms_norm, names.rms_norm, norms),
         rope=_bind(rope, names.rope, rotation),
         attend=functools.partial(_attend, backend=names.attention, topology=mixing),
-        reduce=_identity,
-        description=tuple(
-            (name, f"{getattr(names, name)}: {topology}") for name, topology in chosen.items()
+        **cut_products(layout, product, merge=names.merge),
+        description=(
+            *((name, f"{getattr(names, name)}: {topology}") for name, topology in chosen.items()),
+            *describe(layout),
         ),
     )
 
@@ -122,7 +141,3 @@ def _attend(
         q, pages.k, pages.v, batch, scale=scale, window=window, backend=backend, topology=topology
     )
     return out, pages
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    return x

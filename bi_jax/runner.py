@@ -1,9 +1,10 @@
 """The one place that jits: runs a step's plan in the smallest bucket that holds it."""
 
 import dataclasses
+import functools
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,10 @@ from . import flags
 from .audited import AuditedJit
 from .batch import LogitRow, TokenArrays, bucket_for, token_arrays
 from .kv_cache import make_cache
-from .sampling import SamplingRows, TokenChoice, sample, stack_rows
+from .sampling import SamplingRows, TokenBackends, TokenChoice, sample, stack_rows
 from .sampling_rows import RowSampling
 from .scheduler import StepPlan
+from .sharding import Placer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,19 +110,23 @@ class Runner:
         ops: TransformerOps,
         config: RunnerConfig,
         *,
-        backend: str,
+        backend: TokenBackends,
         audited: bool = True,
+        placer: Placer | None = None,
     ) -> None:
         self.config = config
         self.model_config = model.config
         self._ops = ops
         self._backend = backend
         self._graph, state = nnx.split(model)
+        self._placer = placer
         self._state = compute_state(state, model.config.dtype)
+        if placer is not None:
+            self._state = placer.place_state(self._state, laid_out=model.layout is not None)
         self.reset_cache()
         options = flags.compiler_options(jax.default_backend())
         self.step_program = AuditedJit(
-            self._step_function,
+            self._step_function if placer is None else self._step_on_ranks,
             audited=audited,
             static_argnames=("top", "filters", "steps"),
             donate_argnames=("cache",),
@@ -199,13 +205,20 @@ class Runner:
     def reset_cache(self) -> None:
         """An empty cache in place of the old one, whose buffers a failed step may have taken."""
         self._cache = None  # the old one's memory is free before the new one is made
+        placer = self._placer
         self._cache = make_cache(
-            self.model_config, num_pages=self.config.num_pages, page_size=self.config.page_size
+            self.model_config,
+            num_pages=self.config.num_pages,
+            page_size=self.config.page_size,
+            heads=None if placer is None else placer.layout.cache_heads,
+            sharding=None if placer is None else placer.cache_sharding(),
         )
 
     def update_state(self, state: nnx.State) -> None:
         """Replaces the parameters by a cast copy of `state`; no program is compiled again."""
         new = compute_state(state, self.model_config.dtype)
+        if self._placer is not None:
+            new = self._placer.place_state(new)
         if jax.tree.structure(new) != jax.tree.structure(self._state):
             raise ValueError("the new weights must have the structure of the engine's model")
         for old, fresh in zip(jax.tree.leaves(self._state), jax.tree.leaves(new), strict=True):
@@ -220,6 +233,17 @@ class Runner:
     def state(self) -> nnx.State:
         """The parameters that steps run on, in the compute dtype."""
         return self._state
+
+    def whole_parameters(self) -> Mapping[str, Any] | None:
+        """Name -> array as in a checkpoint, on the host; None where `state` has them so."""
+        return None if self._placer is None else self._placer.restored(self._state)
+
+    def _step_on_ranks(
+        self, state: nnx.State, cache: Any, *step: Any, **statics: Any
+    ) -> tuple[Any, TokenChoice]:
+        assert self._placer is not None
+        run = functools.partial(self._step_function, **statics)
+        return self._placer.over_ranks(run, state)(state, cache, *step)
 
     def _step_function(
         self,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from bi_jax.models.ops import TransformerOps
+from bi_jax.models.ops import TransformerOps, whole_products
 from bi_jax.pallas_kernels.attention import write_pages
 
 from .kv_cache import LayerPages
@@ -29,7 +29,7 @@ def stock_ops() -> TransformerOps:
         add_rms_norm=_add_rms_norm,
         rope=_rope,
         attend=_attend,
-        reduce=lambda x: x,
+        **whole_products(_matmul),
         description=(("all", "stock jnp: not batch-invariant"),),
     )
 

@@ -56,6 +56,5 @@ class Attention(nnx.Module):
         mixed, cache = ops.attend(
             q, k, v, cache, batch, scale=config.attention_scale, window=config.sliding_window
         )
-        mixed = mixed.reshape(x.shape[0], -1)
-        projected = ops.matmul(mixed, self.out.cast_weight(), num_rows=batch.num_tokens)
-        return ops.reduce(projected), cache
+        projected = ops.out_product(mixed, self.out.cast_weight(), num_rows=batch.num_tokens)
+        return projected, cache

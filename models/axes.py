@@ -5,6 +5,7 @@ EMBED = "embed"
 KV_HEADS = "kv_heads"
 QUERY_SIZE = "query_size"
 MLP = "mlp"
+SEGMENTS = "segments"
 
 PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "embed.embedding": (VOCAB, EMBED),
@@ -20,10 +21,19 @@ PARAMETER_AXES: dict[str, tuple[str | None, ...]] = {
     "final_norm.scale": (EMBED,),
     "lm_head.weight": (VOCAB, EMBED),
 }
+# Row-parallel weights where a `ParallelLayout` lays them out; all others keep their axes.
+LAID_OUT_AXES: dict[str, tuple[str | None, ...]] = {
+    "attention.out.weight": (SEGMENTS, EMBED, None),
+    "mlp.down.weight": (SEGMENTS, EMBED, None),
+}
 
 
-def parameter_axes(name: str) -> tuple[str | None, ...]:
+def parameter_axes(name: str, *, laid_out: bool = False) -> tuple[str | None, ...]:
     """Axis names of a parameter such as "layers.3.mlp.down.weight".
+
+    Args:
+      name: of the parameter.
+      laid_out: as a `ParallelLayout` has it; else as a checkpoint has it.
 
     Raises:
       ValueError: no parameter of ours has this name.
@@ -32,4 +42,5 @@ def parameter_axes(name: str) -> tuple[str | None, ...]:
     suffix = ".".join(parts[2:] if parts[0] == "layers" else parts)
     if suffix not in PARAMETER_AXES:
         raise ValueError(f"no logical axes are known for the parameter {name!r}")
-    return PARAMETER_AXES[suffix]
+    axes = PARAMETER_AXES[suffix]
+    return LAID_OUT_AXES.get(suffix, axes) if laid_out else axes

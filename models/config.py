@@ -11,6 +11,9 @@ import dataclasses
 from typing import Any
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_TOPOLOGY = "default"
+TP_INVARIANT = "tp_invariant"
+TOPOLOGIES = (DEFAULT_TOPOLOGY, TP_INVARIANT)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -122,6 +125,8 @@ class TransformerConfig:
       dtype: compute dtype of activations and the residual stream.
       param_dtype: dtype the parameters are stored in.
       bos_token_id, eos_token_ids, pad_token_id: as the checkpoint states them.
+      topology: "default", or "tp_invariant": the out and down projections add in 8 fixed segments
+        merged by one tree, so that the bits do not depend on the tensor-parallel degree.
     """
 
     family: str
@@ -144,6 +149,7 @@ class TransformerConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    topology: str = DEFAULT_TOPOLOGY
 
     def __post_init__(self) -> None:
         _require(
@@ -176,6 +182,9 @@ class TransformerConfig:
         for name in ("dtype", "param_dtype"):
             value = getattr(self, name)
             _require(value in COMPUTE_DTYPES, f"{name}={value!r} must be one of {COMPUTE_DTYPES}.")
+        _require(
+            self.topology in TOPOLOGIES, f"topology={self.topology!r} must be one of {TOPOLOGIES}."
+        )
         _require(isinstance(self.rope, RopeConfig), f"rope={self.rope!r} must be a RopeConfig.")
         scaling = self.rope.scaling
         if isinstance(scaling, FrequencyFactors):

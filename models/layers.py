@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from bi_jax.pallas_kernels.embedding import embedding
-
 from .cast import to_compute_dtype
 from .config import TransformerConfig
+from .ops import TransformerOps
 from .rope import rope_tables
 
 
@@ -65,9 +64,9 @@ class Embedding(nnx.Module):
         init = nnx.initializers.normal(config.hidden_size**-0.5)
         self.embedding = nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
 
-    def __call__(self, tokens: jax.Array, num_rows: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, num_rows: jax.Array, ops: TransformerOps) -> jax.Array:
         """int32 [T] -> [T, D] in the compute dtype; ids of padding may be anything."""
-        rows = embedding(self.embedding[...], tokens, num_rows=num_rows)
+        rows = ops.embed(self.embedding[...], tokens, num_rows=num_rows)
         return to_compute_dtype(rows, self.dtype)
 
     def cast_weight(self) -> jax.Array:

@@ -22,4 +22,4 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array, num_rows: jax.Array, ops: TransformerOps) -> jax.Array:
         """x [T, D] -> [T, D] before the residual add."""
         hidden = ops.swiglu_matmul(x, self.gate_up.cast_weight(), num_rows=num_rows)
-        return ops.reduce(ops.matmul(hidden, self.down.cast_weight(), num_rows=num_rows))
+        return ops.down_product(hidden, self.down.cast_weight(), num_rows=num_rows)

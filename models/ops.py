@@ -1,7 +1,8 @@
 """The explicit record of everything a model computes with.
 
 A model never imports a kernel: whoever builds the step passes this record down. The same model so
-runs on references, on GPU kernels, with stock XLA ops as a control, and under shard_map.
+runs on references, on GPU kernels, with stock XLA ops as a control, and under shard_map. The last
+four ops see weights that may be cut over ranks; what they give is the same on every rank.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+
+from bi_jax.pallas_kernels.embedding import embedding
 
 LayerCache = Any  # opaque to the model; only `attend` opens it
 
@@ -41,7 +44,10 @@ class TransformerOps:
       rope: (qkv [T, Nkv, G + 2, Dh], cos, sin [T, Dh / 2], *, q_scale, k_scale, eps, num_rows)
         -> (q [T, Nkv, G, Dh], k [T, Nkv, Dh], v [T, Nkv, Dh]).
       attend: stores k and v in the cache and attends over it.
-      reduce: sum over the devices that share a row-parallel product; the identity on one device.
+      out_product: (mixed [T, Nkv, G, Dh], weight, *, num_rows) -> [T, D]: summed over all heads.
+      down_product: (hidden [T, F], weight, *, num_rows) -> [T, D]: summed over all of F.
+      embed: (table, tokens [T], *, num_rows) -> [T, D] in the table's dtype; copies.
+      logits: (hidden [R, D], weight, *, num_rows) -> float32 [R, V], the accumulators unrounded.
       description: backend and topology of every op, for the identity and for people.
     """
 
@@ -51,5 +57,27 @@ class TransformerOps:
     add_rms_norm: Callable[..., tuple[jax.Array, jax.Array]]
     rope: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     attend: Attend
-    reduce: Callable[[jax.Array], jax.Array]
+    out_product: Callable[..., jax.Array]
+    down_product: Callable[..., jax.Array]
+    embed: Callable[..., jax.Array]
+    logits: Callable[..., jax.Array]
     description: tuple[tuple[str, str], ...] = ()
+
+
+def whole_products(matmul: Callable[..., jax.Array]) -> dict[str, Callable[..., jax.Array]]:
+    """The ops that see cut weights, for weights that are whole: one product each, and a lookup."""
+
+    def out_product(mixed: jax.Array, weight: jax.Array, *, num_rows: jax.Array) -> jax.Array:
+        return matmul(mixed.reshape(mixed.shape[0], -1), weight, num_rows=num_rows)
+
+    def logits(
+        hidden: jax.Array, weight: jax.Array, *, num_rows: jax.Array | None = None
+    ) -> jax.Array:
+        return matmul(hidden, weight, num_rows=num_rows, out_dtype="float32")
+
+    return {
+        "out_product": out_product,
+        "down_product": matmul,
+        "embed": embedding,
+        "logits": logits,
+    }

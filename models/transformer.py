@@ -14,6 +14,7 @@ from .config import TransformerConfig
 from .layers import Embedding, Linear, NormScale, Rope
 from .mlp import Mlp
 from .ops import LayerCache, TransformerOps
+from .parallel_layout import ParallelLayout
 
 
 class Block(nnx.Module):
@@ -49,6 +50,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         kinds: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         self.config = config
+        self.layout: ParallelLayout | None = None  # None: parameters lie as in a checkpoint
         self.embed = Embedding(config, rngs=rngs)
         self.rope = Rope(config)
         self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
@@ -85,7 +87,7 @@ class Transformer(nnx.Module):
         """
         eps, count = self.config.rms_norm_eps, batch.num_tokens
         rope_rows = self.rope.rows(batch.positions)
-        stream = self.embed(tokens, count)
+        stream = self.embed(tokens, count, ops)
         scale = self.layers[0].attn_norm.cast_scale()
         branch, stream = fork(stream)
         normed = ops.rms_norm(branch, scale, eps=eps, num_rows=count)
@@ -116,7 +118,7 @@ class Transformer(nnx.Module):
     ) -> jax.Array:
         """hidden [R, D] -> float32 [R, V], the accumulators unrounded."""
         head = self.embed if self.lm_head is None else self.lm_head
-        return ops.matmul(hidden, head.cast_weight(), num_rows=num_rows, out_dtype="float32")
+        return ops.logits(hidden, head.cast_weight(), num_rows=num_rows)
 
 
 def _scan(
@@ -140,18 +142,23 @@ def parameter_names(model: Transformer) -> dict[str, tuple[int, ...]]:
     return {".".join(map(str, path)): tuple(v.shape) for path, v in sorted(flat, key=_by_name)}
 
 
-def build_transformer(config: TransformerConfig, params: Mapping[str, Any]) -> Transformer:
+def build_transformer(
+    config: TransformerConfig, params: Mapping[str, Any], *, layout: ParallelLayout | None = None
+) -> Transformer:
     """A transformer that holds exactly these parameters.
 
     Args:
       config: the model.
       params: every parameter by name, as `parameter_names` lists them.
+      layout: how the parameters lie over ranks; None: as in a checkpoint.
 
     Raises:
       ValueError: names are missing or left over, or a shape contradicts the config.
     """
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     expected = parameter_names(model)
+    if layout is not None:
+        expected = layout.shapes(expected)
     missing = sorted(set(expected) - set(params))
     extra = sorted(set(params) - set(expected))
     if missing or extra:
@@ -166,7 +173,9 @@ def build_transformer(config: TransformerConfig, params: Mapping[str, Any]) -> T
             )
     graph, state, _ = nnx.split(model, nnx.Param, ...)
     flat = [(path, v.replace(params[".".join(map(str, path))])) for path, v in _flat(state)]
-    return nnx.merge(graph, nnx.from_flat_state(flat), nnx.state(_Ropes(config)))
+    model = nnx.merge(graph, nnx.from_flat_state(flat), nnx.state(_Ropes(config)))
+    model.layout = layout
+    return model
 
 
 class _Ropes(nnx.Module):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from ..config import TransformerConfig
+from ..parallel_layout import ParallelLayout
 from .gguf_model import open_gguf_tensors, read_gguf_config
 from .huggingface import open_hf_tensors, read_hf_config
 from .orbax_folder import load_orbax, read_orbax_config
@@ -46,6 +47,7 @@ def load_params(
     *,
     dtype: str,
     sharding: Shardings = None,
+    layout: ParallelLayout | None = None,
     progress: Callable[[tuple[Parameter, ...]], Iterable[Parameter]] = iter,
 ) -> dict[str, jax.Array]:
     """Reads all parameters of a model, one after the other.
@@ -58,6 +60,8 @@ def load_params(
       config: what `read_config` gave for it.
       dtype: "float32", "bfloat16" or "float16"; weights are rounded to it once, ties to even.
       sharding: None (the default device), one sharding for all, or path -> sharding.
+      layout: lays the parameters out over ranks, on the host; `sharding` is then of their shapes
+        in it. None: as in the checkpoint. Not for Orbax.
       progress: wraps what is iterated over, as `tqdm` does; Orbax does not report any.
 
     Returns:
@@ -70,16 +74,19 @@ def load_params(
     wanted = host_dtype(dtype)
     source = find_model(name, weights=True)
     if source.kind == "orbax":
+        if layout is not None:
+            raise ValueError("an Orbax checkpoint is loaded as it is and laid out afterwards")
         return load_orbax(source.path, config, dtype=dtype, sharding=sharding)
     plan = parameter_plan(config)
     tensors = _open_tensors(source, config)
     check_exact_use(tensors, plan, config)
-    return {
-        parameter.path: place(
-            _build(parameter, tensors, wanted), sharding_of(sharding, parameter.path)
-        )
-        for parameter in progress(plan)
-    }
+    params = {}
+    for parameter in progress(plan):
+        array = _build(parameter, tensors, wanted)
+        if layout is not None:
+            array = layout.lay_out(parameter.path, array)
+        params[parameter.path] = place(array, sharding_of(sharding, parameter.path))
+    return params
 
 
 def _open_tensors(source: ModelSource, config: TransformerConfig) -> TensorSource:
