@@ -158,6 +158,12 @@ class ActiveRequest:
             )
         return rows
 
+    def ends_with_next(self, seq_id: int) -> bool:
+        """Whether the next token is the last one that its completion has room for."""
+        drawn = len(self._by_seq[seq_id].token_ids) + 1
+        full = len(self.request.prompt_token_ids) + drawn
+        return drawn >= self.params.max_tokens or full >= self._max_model_len
+
     def take(
         self, seq_id: int, row: LogitRow, result: RowResults, index: int, later: int = 0
     ) -> int | None:

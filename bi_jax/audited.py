@@ -53,6 +53,17 @@ class AuditedJit:
         """The optimised program of a key that was compiled."""
         return self._programs[key].as_text()
 
+    def memory(self, key: Hashable) -> dict[str, int]:
+        """Bytes of a compiled program: arguments, results, those among them that share their place
+        (donated), and what it needs besides."""
+        found = self._programs[key].memory_analysis()
+        return {
+            "arguments": found.argument_size_in_bytes,
+            "results": found.output_size_in_bytes,
+            "shared": found.alias_size_in_bytes,
+            "temporary": found.temp_size_in_bytes,
+        }
+
     def _compile(self, key: Hashable, *args: Any, **kwargs: Any) -> Any:
         traced = self._jitted.trace(*args, **kwargs)
         compiled = traced.lower().compile()

@@ -1,7 +1,7 @@
 """From a step's plan to the arrays of its bucket. Host only."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -94,6 +94,30 @@ def token_arrays(
         page_table=page_table,
         num_tokens=np.asarray(end, np.int32),
     )
+
+
+def arrays_one_on(arrays: TokenArrays, plan: StepPlan, page_size: int) -> TokenArrays:
+    """The arrays of a plan that takes each sequence of the step before one token further.
+
+    Args:
+      arrays: of the step before, one token a sequence; they stay as they are.
+      plan: the same sequences in the same order, each one position on.
+      page_size: tokens a page.
+
+    Returns:
+      Arrays that name no tokens: those are drawn by the step before.
+    """
+    starts = np.array([item.start for item in plan.items], np.int32)
+    positions = arrays.positions.copy()
+    positions[: len(starts)] = starts
+    page_table = arrays.page_table
+    begun = np.flatnonzero(starts % page_size == 0)
+    if begun.size:
+        page_table = page_table.copy()
+        for row in begun.tolist():
+            page = plan.items[row].start // page_size
+            page_table[row, page] = plan.items[row].pages[page]
+    return replace(arrays, positions=positions, page_table=page_table)
 
 
 def _planned_tokens(item: PlannedSequence) -> Sequence[int]:

@@ -24,6 +24,9 @@ class EngineConfig:
         and every completion draws a token a step. More than 1 saves work of the host between
         tokens; a completion that ends on the way costs the rest of the dispatch, and new requests
         wait for its end.
+      overlap: (schedule) hand the next step to the device before the tokens of this one are looked
+        at, where nothing but those tokens is missing: every completion draws and nobody waits. A
+        completion that ends by a stop token or string costs one more row.
       max_num_requests: (schedule) requests that may be running or waiting at once; more are
         refused. None: no limit.
       audit: (no schedule, but it cannot change a bit either) audit each compiled step before it
@@ -39,6 +42,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     decode_steps: int = 1
+    overlap: bool = True
     max_num_requests: int | None = None
     audit: bool = True
 
@@ -49,7 +53,7 @@ class EngineConfig:
         for name in ("num_pages", "max_model_len", "max_num_requests"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
-        for name in ("prefix_caching", "audit"):
+        for name in ("prefix_caching", "overlap", "audit"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         buckets = self.token_buckets

@@ -287,12 +287,17 @@ class Engine(StepLoop):
         return request
 
     def rescheduled(
-        self, *, token_buckets: tuple[int, ...] | None = None, **changes: Any
+        self,
+        *,
+        token_buckets: tuple[int, ...] | None = None,
+        overlap: bool | None = None,
+        **changes: Any,
     ) -> Engine:
         """An idle engine on the same weights and compiled programs, with a schedule of its own.
 
         Args:
           token_buckets: some of this engine's buckets; None: all.
+          overlap: as in EngineConfig; None: as here.
           changes: fields of SchedulerConfig; at most as many pages as this engine has.
 
         Raises:
@@ -308,6 +313,9 @@ class Engine(StepLoop):
         if token_buckets is not None and not set(token_buckets) <= set(running.token_buckets):
             raise ValueError(f"token_buckets={token_buckets} must be among {running.token_buckets}")
         twin = copy.copy(self)
+        twin.config = replace(
+            self.config, overlap=self.config.overlap if overlap is None else overlap
+        )
         twin.runner = copy.copy(self.runner)
         twin.runner.config = replace(running, token_buckets=token_buckets or running.token_buckets)
         twin.runner.buckets_used = set()

@@ -20,7 +20,7 @@ from bi_jax.pallas_kernels.ragged import RaggedBatch
 
 from . import flags
 from .audited import AuditedJit
-from .batch import LogitRow, TokenArrays, bucket_for, token_arrays
+from .batch import LogitRow, TokenArrays, arrays_one_on, bucket_for, token_arrays
 from .kv_cache import make_cache
 from .sampling import SamplingRows, TokenBackends, TokenChoice, sample, stack_rows
 from .sampling_rows import RowSampling
@@ -170,37 +170,67 @@ class Runner:
             ),
         )
 
-    def run(self, plan: StepPlan, rows: Sequence[LogitRow]) -> list[TokenChoice]:
-        """Computes the plan's tokens, stores their keys, and draws or scores a token a row.
+    def start(self, plan: StepPlan, rows: Sequence[LogitRow]) -> "Launched":
+        """Hands a plan's step to the device: tokens are computed, keys stored, rows chosen."""
+        started = time.perf_counter()
+        step = self.step_arguments(plan, rows)
+        return Launched(plan=plan, rows=rows, step=step, choice=self.launch(step), started=started)
+
+    def start_one_on(self, before: "Launched", plan: StepPlan) -> "Launched":
+        """Hands over the step after `before`, on the tokens that `before` draws on the device.
+
+        Args:
+          before: a step in which each sequence draws and does nothing else.
+          plan: the same sequences, each one token further.
+        """
+        started = time.perf_counter()
+        old, sampling = before.step, before.step.rows.sampling
+        further = dataclasses.replace(sampling, position=sampling.position + 1)
+        step = dataclasses.replace(
+            old,
+            tokens=arrays_one_on(old.tokens, plan, self.config.page_size),
+            rows=dataclasses.replace(old.rows, sampling=further),
+        )
+        drawn = _as_tokens(before.choice.token, size=len(old.tokens.tokens))
+        choice = self.launch(step, tokens=drawn)
+        return dataclasses.replace(
+            before, plan=plan, later=before.later + 1, step=step, choice=choice, started=started
+        )
+
+    def collect(self, launched: "Launched") -> list[TokenChoice]:
+        """Waits for a step.
 
         Returns:
           For each of the plan's steps: NumPy arrays, one entry a row.
         """
-        step = self.step_arguments(plan, rows)
-        started = time.perf_counter()
-        host = jax.device_get(self.launch(step))
+        host, step = jax.device_get(launched.choice), launched.step
         if step.program not in self.programs:
-            self.programs[step.program] = time.perf_counter() - started
-        count = len(rows)
+            self.programs[step.program] = time.perf_counter() - launched.started
+        count = len(launched.rows)
         return [jax.tree.map(lambda a, i=i: a[i, :count], host) for i in range(step.steps)]
 
-    def launch(self, step: StepArguments) -> TokenChoice:
+    def launch(self, step: StepArguments, *, tokens: jax.Array | None = None) -> TokenChoice:
         """Hands a step to the device and does not wait for it.
+
+        Args:
+          step: its arrays.
+          tokens: int32 [T] on the device, in place of the step's own.
 
         Returns:
           The choices of all steps, [steps, R] each, on the device.
         """
         self.buckets_used.add(step.program[0])
-        self._cache, choice = self.step_program(*self._arguments(step), **step.statics)
+        arguments = self._arguments(step, tokens)
+        self._cache, choice = self.step_program(*arguments, **step.statics)
         return choice
 
     def compile(self, step: StepArguments) -> None:
         """Compiles a step's program without running it; several threads may, for several steps."""
         self.step_program.compile(*self._arguments(step), **step.statics)
 
-    def _arguments(self, step: StepArguments) -> tuple[Any, ...]:
-        ragged = _ragged(step.tokens)
-        return step.program, self._state, self._cache, step.tokens.tokens, ragged, step.rows
+    def _arguments(self, step: StepArguments, tokens: jax.Array | None = None) -> tuple[Any, ...]:
+        named = step.tokens.tokens if tokens is None else tokens
+        return step.program, self._state, self._cache, named, _ragged(step.tokens), step.rows
 
     def reset_cache(self) -> None:
         """An empty cache in place of the old one, whose buffers a failed step may have taken."""
@@ -307,6 +337,26 @@ class Runner:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A step that the device has been given.
+
+    Attributes:
+      plan: what was asked for.
+      rows: the rows of logits, as they stood `later` steps before.
+      step: its arrays.
+      choice: what will come, on the device.
+      started: when, by `time.perf_counter`.
+    """
+
+    plan: StepPlan
+    rows: Sequence[LogitRow]
+    later: int = 0
+    step: StepArguments
+    choice: TokenChoice
+    started: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Stacked:
     """The sampling arrays of a step's rows, kept for the next step."""
 
@@ -317,6 +367,12 @@ class _Stacked:
     def is_of(self, sampling: list[RowSampling], size: int) -> bool:
         same = size == self.size and len(sampling) == len(self.sampling)
         return same and all(map(operator.is_, sampling, self.sampling))
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _as_tokens(drawn: jax.Array, *, size: int) -> jax.Array:
+    """int32 [steps, R] -> the last step's, as the tokens [size] of a step."""
+    return jnp.zeros((size,), jnp.int32).at[: drawn.shape[1]].set(drawn[-1])
 
 
 def _column(values: list[int], size: int) -> np.ndarray:

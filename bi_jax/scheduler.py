@@ -9,8 +9,9 @@ again later. None of this can change a bit of any sequence.
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from .page_pool import PagePool
 from .prefix_cache import PrefixCache
@@ -76,9 +77,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedSequence:
-    """Tokens start .. start + count - 1 of a sequence, to be computed in this step."""
+class PlannedSequence(NamedTuple):
+    """Tokens start .. start + count - 1 of a sequence, to be computed in this step.
+
+    A named tuple, since hundreds of them are made for every step.
+    """
 
     sequence: Sequence
     start: int
@@ -181,6 +184,36 @@ class Scheduler:
             items=tuple(items), num_steps=num_steps, num_preempted=preempted, num_reused=reused
         )
 
+    def plan_one_on(self, plan: StepPlan) -> StepPlan | None:
+        """The step after one that is on its way, if that step's tokens decide nothing about it.
+
+        Args:
+          plan: runs now and was not committed yet; what was before it was.
+
+        Returns:
+          The same sequences, each one token further, with pages for that; None where a sequence
+          may be admitted, is not drawing, or has gone, or where pages or context do not suffice.
+        """
+        config = self.config
+        could_admit = self._waiting and len(self._running) < config.max_num_seqs
+        if plan.num_steps > 1 or could_admit or len(plan.items) != len(self._running):
+            return None
+        short = []
+        for sequence, start, count, _ in plan.items:
+            drawing = count == 1 and start + 1 == len(sequence.token_ids)
+            if not drawing or sequence.seq_id not in self._running:
+                return None
+            if start + 2 > config.max_model_len:
+                return None
+            if start + 2 > len(sequence.pages) * config.page_size:
+                short.append(sequence)
+        if len(short) > self.pool.num_free:
+            return None
+        for sequence in short:
+            sequence.pages += self.pool.take(1)
+        items = (PlannedSequence(s, start + 1, 1, tuple(s.pages)) for s, start, _, _ in plan.items)
+        return StepPlan(items=tuple(items))
+
     def commit(self, plan: StepPlan, tokens: Mapping[int, list[int]]) -> None:
         """Records a step that ran: what it computed and the tokens each drawing sequence drew.
 
@@ -192,6 +225,8 @@ class Scheduler:
         size = self.config.page_size
         for item in plan.items:
             sequence = item.sequence
+            if sequence.seq_id not in self._running:
+                continue  # it ended while this step was on its way
             drawn = tokens.get(sequence.seq_id, ())
             sequence.token_ids += drawn
             # The last token drawn has been through no run.
@@ -244,7 +279,7 @@ class Scheduler:
     def _with_pages(self, item: PlannedSequence, num_steps: int) -> PlannedSequence:
         sequence = item.sequence
         sequence.pages += self.pool.take(self._pages_missing(sequence, num_steps))
-        return replace(item, pages=tuple(sequence.pages))
+        return item._replace(pages=tuple(sequence.pages))
 
     def _plan_running(self, items: list[PlannedSequence]) -> int:
         budget = self.config.max_num_batched_tokens
@@ -263,11 +298,7 @@ class Scheduler:
                 preempted += sent_back
                 if count == 0:
                     continue
-            items.append(
-                PlannedSequence(
-                    sequence=sequence, start=computed, count=count, pages=tuple(sequence.pages)
-                )
-            )
+            items.append(PlannedSequence(sequence, computed, count, tuple(sequence.pages)))
             budget -= count
         return preempted
 

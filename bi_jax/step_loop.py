@@ -9,6 +9,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bi_jax.models.config import TransformerConfig
@@ -20,7 +21,7 @@ from .errors import EngineFull, StepFailed
 from .identity import Identity
 from .metrics import Counters, EngineMetrics
 from .request import Request, RequestOutput, SamplingParams
-from .runner import Runner
+from .runner import Launched, Runner
 from .scheduler import Scheduler, StepPlan
 from .tokenizer import Tokenizer
 
@@ -34,6 +35,21 @@ def locked[**P, R](method: Callable[P, R]) -> Callable[P, R]:
             return method(*args, **kwargs)
 
     return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ahead:
+    """The next step, already handed to the device; `error` if that raised."""
+
+    plan: StepPlan
+    launched: Launched | None = None
+    error: Exception | None = None
+
+    def result(self) -> Launched:
+        if self.launched is None:
+            assert self.error is not None
+            raise self.error
+        return self.launched
 
 
 class StepLoop:
@@ -63,6 +79,7 @@ class StepLoop:
         self._active: dict[str, ActiveRequest] = {}
         self._owners: dict[int, ActiveRequest] = {}
         self._unclaimed: list[RequestOutput] = []
+        self._ahead: _Ahead | None = None
         self._lock = threading.RLock()  # held during a step, and by all that changes what it reads
         self._counters = Counters()
 
@@ -148,14 +165,19 @@ class StepLoop:
             return active.final or active.output(self.identity.short, self.weights_version)
 
     def _step(self) -> None:
-        plan = self.scheduler.plan()
+        ahead, self._ahead = self._ahead, None
+        plan = ahead.plan if ahead else self.scheduler.plan()
         if plan is None:
             return
         started = time.perf_counter()
         self._counters.planned(plan)
         try:
-            rows = self._logit_rows(plan)
-            results = self.runner.run(plan, rows)
+            if ahead:
+                launched = ahead.result()
+            else:
+                launched = self.runner.start(plan, self._logit_rows(plan))
+            self._ahead = self._start_ahead(launched)
+            results = self.runner.collect(launched)
         except BaseException as error:
             number = self._counters.steps + self._counters.failed_steps
             self._roll_back()
@@ -163,12 +185,31 @@ class StepLoop:
                 raise  # the user interrupts; what was going on can still go on
             raise StepFailed(number, self._requests_of(plan), error) from error
         drawn: dict[int, list[int]] = {}
-        for later, result in enumerate(results):
-            self._take_result(plan, rows, result, drawn, later)
+        for later, result in enumerate(results, launched.later):
+            self._take_result(plan, launched.rows, result, drawn, later)
         self.scheduler.commit(plan, drawn)
         seconds = time.perf_counter() - started
         self._counters.ran(plan, drawn=sum(map(len, drawn.values())), seconds=seconds)
         self._collect(plan)
+
+    def _start_ahead(self, launched: Launched) -> _Ahead | None:
+        """Hands the next step over while this one runs, where its tokens are all that is missing.
+
+        What that raises belongs to the next step; this one's tokens are still good.
+        """
+        if not self.config.overlap:
+            return None
+        for item in launched.plan.items:
+            owner = self._owners.get(item.sequence.seq_id)
+            if owner is None or owner.ends_with_next(item.sequence.seq_id):
+                return None
+        plan = self.scheduler.plan_one_on(launched.plan)
+        if plan is None:
+            return None
+        try:
+            return _Ahead(plan=plan, launched=self.runner.start_one_on(launched, plan))
+        except Exception as error:
+            return _Ahead(plan=plan, error=error)
 
     def _logit_rows(self, plan: StepPlan) -> list[LogitRow]:
         rows: list[LogitRow] = []
@@ -191,7 +232,9 @@ class StepLoop:
         """
         for index, row in enumerate(rows):
             seq_id = plan.items[row.item].sequence.seq_id
-            owner = self._owners[seq_id]
+            owner = self._owners.get(seq_id)
+            if owner is None:
+                continue  # it ended while this step was on its way
             try:
                 token = owner.take(seq_id, row, result, index, later)
             except Exception as error:  # a fault of this request's own, in its text for example
@@ -207,16 +250,19 @@ class StepLoop:
     def _roll_back(self) -> None:
         """After a step that raised: its pages and the cache's buffers may hold anything."""
         self._counters.failed_steps += 1
+        self._ahead = None
         self.scheduler.roll_back()
         self.runner.reset_cache()
 
     def _requests_of(self, plan: StepPlan) -> tuple[str, ...]:
-        owners = (self._owners[item.sequence.seq_id] for item in plan.items)
-        return tuple(dict.fromkeys(owner.request.request_id for owner in owners))
+        owners = (self._owners.get(item.sequence.seq_id) for item in plan.items)
+        return tuple(dict.fromkeys(owner.request.request_id for owner in owners if owner))
 
     def _collect(self, plan: StepPlan) -> None:
         for item in plan.items:
-            active = self._owners[item.sequence.seq_id]
+            active = self._owners.get(item.sequence.seq_id)
+            if active is None:
+                continue
             completion = active.completion_of(item.sequence.seq_id)
             if completion.finished:
                 self._release(completion)
@@ -255,6 +301,10 @@ class StepLoop:
 
     def _finish(self, active: ActiveRequest) -> RequestOutput:
         del self._active[active.request.request_id]
+        if not self._active and self._ahead is not None:  # a step that nobody needs any more
+            failed, self._ahead = self._ahead.error is not None, None
+            if failed:
+                self._roll_back()
         aborted = any(c.text.finish_reason == "abort" for c in active.completions)
         self._counters.finished(seconds=time.perf_counter() - active.added_at, aborted=aborted)
         active.final = active.output(self.identity.short, self.weights_version)

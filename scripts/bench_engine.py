@@ -24,14 +24,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from device_timing import copy_bandwidth, header
-from engine_cases import CASES, PARTS, TINY_CASES, TINY_PARTS, Case, fill_cache, step_of
+from engine_cases import (
+    CASES,
+    PARTS,
+    TINY_CASES,
+    TINY_PARTS,
+    Case,
+    fill_cache,
+    random_weights,
+    step_of,
+)
 from engine_peer import make_caches, make_step, peer_params
 from engine_profile import by_class, by_name, kernels_of
 from flax import nnx
 
-from bi_jax import Engine, EngineConfig, SamplingParams
+from bi_jax import Engine, EngineConfig, RequestOutput, SamplingParams
 from bi_jax.batch import TokenArrays
-from bi_jax.models import build_transformer, random_params
+from bi_jax.models import build_transformer
 from bi_jax.models.families.qwen3 import QWEN3_8B
 
 START = time.perf_counter()
@@ -52,7 +61,7 @@ def make_engine(arguments: argparse.Namespace, cases: tuple[Case, ...]) -> Engin
             num_layers=2, head_dim=64, vocab_size=512, bos_token_id=0, eos_token_ids=(1,),
             pad_token_id=0, dtype="float32", param_dtype="float32", max_position=512, **sizes,
         )  # fmt: skip
-    params = random_params(config, 0)
+    params = random_weights(config)
     jax.block_until_ready(params)
     note(f"{sum(p.nbytes for p in params.values()) / 1e9:.2f} GB of weights")
     buckets = sorted({max(8, case.tokens) for case in cases})
@@ -186,13 +195,18 @@ def end_to_end(engine: Engine, arguments: argparse.Namespace, steps: dict[str, f
     rng = np.random.default_rng(4)
     vocab = engine.model_config.vocab_size
     prompts = [rng.integers(0, vocab, prompt).tolist() for _ in range(requests)]
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=new, ignore_eos=True)
-    for warm in (True, False):
+
+    def sampling(count: int) -> list[SamplingParams]:
+        kinds = {"max_tokens": count, "ignore_eos": True}
+        return [SamplingParams(temperature=float(i % 2), seed=i, **kinds) for i in range(requests)]
+
+    for count in (min(20, new), new):  # once to warm up
         before, start = engine.metrics(), time.perf_counter()
-        few = SamplingParams(temperature=0.0, seed=0, max_tokens=20, ignore_eos=True)
-        outputs = engine.generate(prompts, few if warm else params)
+        outputs = engine.generate(prompts, sampling(count))
         seconds, after = time.perf_counter() - start, engine.metrics()
         engine.scheduler.cache.clear(weights_version=0)
+    few = min(8, requests)
+    alone = engine.generate(prompts[:few], sampling(min(256, new))[:few])
     tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
     prefills = -(-requests * prompt // engine.config.max_num_batched_tokens)
     decodes = after.steps - before.steps - prefills
@@ -211,7 +225,17 @@ def end_to_end(engine: Engine, arguments: argparse.Namespace, steps: dict[str, f
         "share_of_what_steps_allow": round(allowed / seconds, 4),
         "step_ms": after.step_ms,
         "preemptions": after.preemptions - before.preemptions,
+        "completions_alone": len(alone),
+        "of_them_with_other_bits": sum(map(differs, alone, outputs)),
     }
+
+
+def differs(shorter: RequestOutput, longer: RequestOutput) -> bool:
+    """Whether a completion is not, to the bit, the beginning of another."""
+    a, b = shorter.outputs[0], longer.outputs[0]
+    count = len(a.token_ids)
+    same_ids = list(a.token_ids) == list(b.token_ids[:count])
+    return not (same_ids and a.logprobs.tobytes() == b.logprobs[:count].tobytes())
 
 
 def compile_all(ours: dict[Case, Ours], peers: dict[Case, Peer]) -> dict[str, float]:
@@ -247,6 +271,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     result["compile_seconds"] = compile_all(ours, {} if arguments.no_peer else peers)
     _ = engine.identity  # hashing the weights is done before anything is timed
     note("weights hashed")
+    result["identity"] = engine.identity.short
     bandwidth, rate = copy_bandwidth(), matmul_rate(arguments.tiny)
     note(f"copy {bandwidth / 1e12:.3f} TB/s, product {rate / 1e12:.1f} TFLOP/s")
     if not arguments.tiny:
@@ -262,6 +287,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         row = {"case": case.name, "aim": case.aim, "floor_ms": round(1e3 * floor, 4)}
         row["ours"] = measure(side, profiled=profiled)
         times[case] = row["ours"]["ms"] / 1e3
+        row["memory"] = engine.runner.step_program.memory(side.step.program)
         row["ours_over_floor"] = round(row["ours"]["ms"] / row["floor_ms"], 4)
         rows.append(row)
         note(row["case"], row["ours"]["ms"], "ms,", row["ours_over_floor"], "of the floor")

@@ -1,14 +1,17 @@
 """Steps to time: what each asks of the engine, and the fewest bytes and operations it needs."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from bi_jax import Engine, SamplingParams
 from bi_jax.batch import CHOOSE, LogitRow
-from bi_jax.models import TransformerConfig
+from bi_jax.models import Transformer, TransformerConfig
+from bi_jax.models.transformer import parameter_names
 from bi_jax.runner import Runner, StepArguments
 from bi_jax.sampling_rows import row_sampling
 from bi_jax.scheduler import PlannedSequence, Sequence, StepPlan
@@ -104,6 +107,24 @@ def step_of(engine: Engine, case: Case) -> StepArguments:
             LogitRow(row=last, item=index, position=case.context, target=CHOOSE, sampling=params)
         )
     return engine.runner.step_arguments(StepPlan(items=tuple(items)), rows)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: jax.Array, *, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)
+
+
+def random_weights(config: TransformerConfig) -> dict[str, jax.Array]:
+    """Parameters by name, made on the device; one small program a shape, quick to compile."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    names = parameter_names(model)
+    keys = jax.random.split(jax.random.key(0), len(names))
+    return {
+        name: jnp.ones(shape, config.dtype)
+        if name.endswith("scale")
+        else _normal(key, shape=shape, dtype=config.dtype)
+        for key, (name, shape) in zip(keys, names.items(), strict=True)
+    }
 
 
 def fill_cache(runner: Runner) -> None:

@@ -94,17 +94,17 @@ def test_an_interrupt_comes_through_and_the_engine_goes_on(expected: list[Reques
 
 def test_nan_in_one_requests_logits_ends_that_request_only(expected: list[RequestOutput]):
     engine = tiny.rescheduled()
-    true_run, steps = engine.runner.run, iter(range(10_000))
+    true_collect, steps = engine.runner.collect, iter(range(10_000))
 
-    def run(plan: Any, rows: Any) -> Any:
-        results = true_run(plan, rows)
+    def collect(launched: Any) -> Any:
+        results, plan, rows = true_collect(launched), launched.plan, launched.rows
         if next(steps) == 12:
             owners = [engine._owners[plan.items[r.item].sequence.seq_id] for r in rows]
             bad = np.array([owner.request.request_id == "r1" for owner in owners])
             results = [dataclasses.replace(results[0], bad_row=bad)]
         return results
 
-    engine.runner.run = run
+    engine.runner.collect = collect
     mine = requests(engine)
     done = tiny.run_all(engine, lambda step: mine if step == 0 else [], wanted=4)
     assert engine.metrics().requests_aborted == 1

@@ -75,14 +75,14 @@ def test_a_cancelled_client_takes_only_its_own_request_along(expected: list[Requ
 
 def test_a_failed_step_ends_one_stream_and_no_other(expected: list[RequestOutput]):
     engine = tiny.rescheduled()
-    true_run, steps = engine.runner.run, iter(range(10_000))
+    true_collect, steps = engine.runner.collect, iter(range(10_000))
 
-    def run(*args):
+    def collect(launched):
         if next(steps) == 9:
             raise RuntimeError("out of memory")
-        return true_run(*args)
+        return true_collect(launched)
 
-    engine.runner.run = run
+    engine.runner.collect = collect
 
     async def serve():
         return await asyncio.gather(*(read(engine, i) for i in range(4)), return_exceptions=True)
