@@ -12,13 +12,21 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from bi_jax.pallas_kernels.float_order import LOWEST
 from bi_jax.pallas_kernels.log_softmax import target_logprobs
-from bi_jax.pallas_kernels.sampling import choose_token, find_cut, fold_in, top_tokens
+from bi_jax.pallas_kernels.primitive import HOPPER
+from bi_jax.pallas_kernels.sampling import (
+    choose_and_score,
+    choose_token,
+    find_cut,
+    fold_in,
+    top_tokens,
+)
 
 from .sampling_rows import RowSampling, SamplingRows, request_key, row_sampling, stack_rows
 
 __all__ = [
     "RowSampling",
     "SamplingRows",
+    "TokenBackends",
     "TokenChoice",
     "request_key",
     "row_sampling",
@@ -26,6 +34,26 @@ __all__ = [
     "score",
     "stack_rows",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBackends:
+    """Implementations of the ops of token choice, by name.
+
+    Attributes:
+      choose_token: the draw.
+      target_logprobs: the score; on Hopper both come from one op where nothing else is reported.
+      cut: `find_cut` and `top_tokens`.
+    """
+
+    choose_token: str
+    target_logprobs: str
+    cut: str
+
+    @property
+    def share_a_pass(self) -> bool:
+        """Whether the draw and the score can read the logits together; the bits are the same."""
+        return self.choose_token == self.target_logprobs == HOPPER
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +80,7 @@ def sample(
     logits: Float32[Array, "R V"],
     rows: SamplingRows,
     *,
-    backend: str,
+    backend: str | TokenBackends,
     num_rows: Int32[Array, ""] | None = None,
     top: int = 0,
     filters: bool = True,
@@ -63,7 +91,7 @@ def sample(
     Args:
       logits: [R, V] float32.
       rows: the R rows' parameters.
-      backend: implementation of the ops by name.
+      backend: implementation of each op by name, or one name for all.
       num_rows: int32 [], rows that hold data; None: all.
       top: how many most likely tokens to report too, static.
       filters: static; False leaves the search for the cut out of the program. It changes no bit
@@ -73,17 +101,29 @@ def sample(
     Invariance: what comes out for row r depends on logits[r] and the entries r of rows only.
     """
     rows = jax.tree.map(jnp.asarray, rows)
-    cut = _cut(logits, rows, backend, num_rows, filters)
+    names = _names(backend)
+    cut = _cut(logits, rows, names, num_rows, filters)
     words = jnp.stack(fold_in(rows.key_words, rows.position.astype(jnp.uint32)), axis=1)
+    if names.share_a_pass and not top:
+        token, bad_row, logprob = choose_and_score(
+            logits,
+            words,
+            rows.inv_temperature,
+            cut,
+            rows.logprob_inv_temperature,
+            _logprob_cut(logits, rows, cut),
+            backend=names.choose_token,
+            given=target,
+            num_rows=num_rows,
+        )
+        return _choice(token, logprob, bad_row, *_no_top(logits))
     token, bad_row = choose_token(
-        logits, words, rows.inv_temperature, *cut, backend=backend, num_rows=num_rows
+        logits, words, rows.inv_temperature, *cut, backend=names.choose_token, num_rows=num_rows
     )
     if target is not None:
         token = jnp.where(target >= 0, target, token)
-    logprob, top_ids, top_logprobs = _score(logits, token, rows, cut, backend, num_rows, top)
-    return TokenChoice(
-        token=token, logprob=logprob, bad_row=bad_row, top_ids=top_ids, top_logprobs=top_logprobs
-    )
+    logprob, top_ids, top_logprobs = _score(logits, token, rows, cut, names, num_rows, top)
+    return _choice(token, logprob, bad_row, top_ids, top_logprobs)
 
 
 def score(
@@ -91,7 +131,7 @@ def score(
     token: Int32[Array, " R"],
     rows: SamplingRows,
     *,
-    backend: str,
+    backend: str | TokenBackends,
     num_rows: Int32[Array, ""] | None = None,
     top: int = 0,
     filters: bool = True,
@@ -103,21 +143,40 @@ def score(
     Invariance: as `sample`.
     """
     rows = jax.tree.map(jnp.asarray, rows)
-    cut = _cut(logits, rows, backend, num_rows, filters)
-    logprob, top_ids, top_logprobs = _score(logits, token, rows, cut, backend, num_rows, top)
+    names = _names(backend)
+    cut = _cut(logits, rows, names, num_rows, filters)
+    logprob, top_ids, top_logprobs = _score(logits, token, rows, cut, names, num_rows, top)
+    bad_row = logprob != logprob  # NaN
+    return _choice(token, logprob, bad_row, top_ids, top_logprobs)
+
+
+def _names(backend: str | TokenBackends) -> TokenBackends:
+    if isinstance(backend, str):
+        return TokenBackends(choose_token=backend, target_logprobs=backend, cut=backend)
+    return backend
+
+
+def _choice(
+    token: jax.Array,
+    logprob: jax.Array,
+    bad_row: jax.Array,
+    top_ids: jax.Array,
+    top_logprobs: jax.Array,
+) -> TokenChoice:
     return TokenChoice(
-        token=token,
-        logprob=logprob,
-        bad_row=logprob != logprob,  # NaN
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
+        token=token, logprob=logprob, bad_row=bad_row, top_ids=top_ids, top_logprobs=top_logprobs
     )
+
+
+def _no_top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shape = logits.shape[0], 0
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
 def _cut(
     logits: jax.Array,
     rows: SamplingRows,
-    backend: str,
+    names: TokenBackends,
     num_rows: jax.Array | None,
     filters: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -129,7 +188,7 @@ def _cut(
         rows.top_k,
         rows.top_p,
         rows.log_min_p,
-        backend=backend,
+        backend=names.cut,
         num_rows=num_rows,
     )
 
@@ -139,25 +198,34 @@ def _score(
     token: jax.Array,
     rows: SamplingRows,
     cut: tuple[jax.Array, jax.Array],
-    backend: str,
+    names: TokenBackends,
     num_rows: jax.Array | None,
     top: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     if top:
-        top_ids = top_tokens(logits, top, backend=backend, num_rows=num_rows)
+        top_ids = top_tokens(logits, top, backend=names.cut, num_rows=num_rows)
     else:
-        top_ids = jnp.zeros((logits.shape[0], 0), jnp.int32)
-    whole = _everything(logits)
+        top_ids, _ = _no_top(logits)
     logprobs, _ = target_logprobs(
         logits,
         jnp.concatenate([token[:, None], top_ids], axis=1),
         rows.logprob_inv_temperature,
-        jnp.where(rows.logprob_cut, cut[0], whole[0]),
-        jnp.where(rows.logprob_cut, cut[1], whole[1]),
-        backend=backend,
+        *_logprob_cut(logits, rows, cut),
+        backend=names.target_logprobs,
         num_rows=num_rows,
     )
     return logprobs[:, 0], top_ids, logprobs[:, 1:]
+
+
+def _logprob_cut(
+    logits: jax.Array, rows: SamplingRows, cut: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The cut of rows whose log-probabilities leave out what the draw leaves out."""
+    whole = _everything(logits)
+    return (
+        jnp.where(rows.logprob_cut, cut[0], whole[0]),
+        jnp.where(rows.logprob_cut, cut[1], whole[1]),
+    )
 
 
 def _everything(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

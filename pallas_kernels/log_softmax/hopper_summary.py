@@ -49,7 +49,7 @@ def sum_of_exponentials(x, top, inverse):
     """The sum of exp((x - top) * inverse) of one block."""
     # A block of nothing but -inf has no maximum to subtract; its terms are exp(-inf) = 0.
     origin = jnp.where(top == -jnp.inf, 0.0, top)
-    terms = jnp.exp(lax.optimization_barrier((x - origin) * inverse))
+    terms = blocks.exponential(lax.optimization_barrier((x - origin) * inverse))
     # Barriers keep products out of the sums, where they could become multiply-adds.
     return jnp.sum(lax.optimization_barrier(terms))
 
@@ -91,5 +91,6 @@ def block_summary(
         grid=(segments, rows),
         grid_names=("segment", "row"),
         compiler_params=blocks.compiler_params(),
+        kernel_name="vocabulary_summary",
         interpret=blocks.interpret_params(interpret),
     )(logits, inv_temperature, cut_value, cut_id, num_rows)

@@ -60,7 +60,7 @@ def _body(*refs, vocabulary: Vocabulary, vocab_size: int, targets: int):
 def merge_blocks(maxima, sums, inverse):
     """A row's maximum and log(l), scalars; NaN if nothing but -inf, or a NaN or +inf, is there."""
     top = blocks.row_top(maxima)
-    factors = jnp.exp(lax.optimization_barrier((maxima - top) * inverse))
+    factors = blocks.exponential(lax.optimization_barrier((maxima - top) * inverse))
     length = jnp.sum(lax.optimization_barrier(sums * factors))
     return top, jnp.log(length)
 
@@ -108,6 +108,7 @@ def merge_and_score(
         grid=(rows,),
         grid_names=("row",),
         compiler_params=blocks.compiler_params(),
+        kernel_name="target_logprobs",
         interpret=blocks.interpret_params(interpret),
     )(logits, target, inv_temperature, cut_value, cut_id, num_rows, maxima, sums)
     return logprob[:, :targets], lse

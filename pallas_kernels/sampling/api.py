@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from .. import contracts
 from ..primitive import HOPPER, REFERENCE, define_op
 from .cut_reference import find_cut_reference
-from .kernel_hopper import choose_token_hopper_op
+from .kernel_hopper import choose_and_score_hopper_op, choose_token_hopper_op
 from .reference import choose_token_reference, top_tokens_reference
 from .topology import SamplingTopology, topology_for
 
@@ -29,6 +29,11 @@ _bind_choose = define_op(
     "choose_token",
     out_avals=_row_avals("int32", "bool"),
     implementations={REFERENCE: choose_token_reference, HOPPER: choose_token_hopper_op},
+)
+_bind_both = define_op(
+    "choose_and_score",
+    out_avals=_row_avals("int32", "bool", "float32"),
+    implementations={HOPPER: choose_and_score_hopper_op},
 )
 _bind_cut = define_op(
     "find_cut",
@@ -92,6 +97,64 @@ def choose_token(
         topology=topology or topology_for(vocab_size=logits.shape[1]),
     )
     return token, bad_row
+
+
+def choose_and_score(
+    logits: Float32[Array, "R V"],
+    key_words: UInt32[Array, "R 2"],
+    inv_temperature: Float32[Array, " R"],
+    cut: tuple[Int32[Array, " R"], Int32[Array, " R"]],
+    logprob_inv_temperature: Float32[Array, " R"],
+    logprob_cut: tuple[Int32[Array, " R"], Int32[Array, " R"]],
+    *,
+    backend: str,
+    given: Int32[Array, " R"] | None = None,
+    num_rows: Int32[Array, ""] | None = None,
+    topology: SamplingTopology | None = None,
+) -> tuple[Int32[Array, " R"], Bool[Array, " R"], Float32[Array, " R"]]:
+    """`choose_token`, then `target_logprobs` of its token: the bits of both, the logits read once.
+
+    Args:
+      logits, key_words, inv_temperature: as in `choose_token`.
+      cut: its cut_key and cut_id.
+      logprob_inv_temperature, logprob_cut: inv_temperature, cut_key and cut_id of
+        `target_logprobs`; the cut keeps the row's maximum, as every cut of `find_cut` does.
+      backend: "hopper"; the reference has nothing to share, call the two ops.
+      given: int32 [R]; a row whose entry is 0 or more is not drawn but scored.
+      num_rows, topology: as in `choose_token`; both ops have blocks of `topology.block`.
+
+    Returns:
+      token int32 [R], bad_row bool [R] and logprob float32 [R].
+
+    Raises: as `choose_token`.
+
+    Invariance: as the two ops.
+    """
+    op = "choose_and_score"
+    _check_logits(op, logits)
+    contracts.check_dtype(op, "key_words", key_words, "uint32")
+    contracts.check_shape(op, "key_words", key_words, (logits.shape[0], 2))
+    if given is None:
+        given = jnp.full(logits.shape[:1], -1, jnp.int32)
+    _check_rows(
+        op,
+        logits,
+        "float32",
+        inv_temperature=inv_temperature,
+        logprob_inv_temperature=logprob_inv_temperature,
+    )
+    cuts = dict(cut_key=cut[0], cut_id=cut[1], given=given)
+    scored = dict(logprob_cut_key=logprob_cut[0], logprob_cut_id=logprob_cut[1])
+    _check_rows(op, logits, "int32", **cuts, **scored)
+    token, bad_row, logprob = _bind_both(
+        *(logits, key_words, inv_temperature, *cut),
+        *(logprob_inv_temperature, *logprob_cut),
+        contracts.row_count(logits, num_rows),
+        given,
+        backend=backend,
+        topology=topology or topology_for(vocab_size=logits.shape[1]),
+    )
+    return token, bad_row, logprob
 
 
 def find_cut(

@@ -42,7 +42,7 @@ class Row:
         return blocks.as_block(values, index, self.vocabulary)
 
 
-def _body(*refs, names: tuple[str, ...], vocabulary: Vocabulary):
+def _body(*refs, names: tuple[str, ...], vocabulary: Vocabulary, vocab_size: int):
     gmem = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
     index = lax.axis_index("row")
 
@@ -62,10 +62,13 @@ def _body(*refs, names: tuple[str, ...], vocabulary: Vocabulary):
             return lax.cond(gmem.inverse[index] > 0.0, lambda: drawn(row), greedy)
 
         token = lax.cond(good, choose, lambda: I32(0))
+        if hasattr(gmem, "given"):
+            given = gmem.given[index]
+            token = jnp.where(given >= 0, given, token)
         gmem.token[index] = token
         gmem.bad[index] = jnp.where(good, 0, 1).astype(I32)
         if hasattr(gmem, "sums"):
-            score(token, row)
+            score(token, row, vocab_size)
 
 
 def drawn(row: Row):
@@ -78,13 +81,14 @@ def drawn(row: Row):
     return find_column(limbs, rest, index, row.vocabulary)
 
 
-def score(token, row: Row):
-    """Writes the token's log-probability and the row's log-sum-exp."""
+def score(token, row: Row, vocab_size: int):
+    """Writes the token's log-probability, NaN outside the vocabulary, and the log-sum-exp."""
     gmem, r = row.gmem, row.index
     inverse, cut = gmem.score_inverse[r], (gmem.score_cut_value[r], gmem.score_cut_id[r])
     top, log_sum = merge_blocks(row.maxima, row.places("sums", 0.0), inverse)
-    value = gmem.logits[r, token]
-    gmem.logprob[r] = log_probability(value, token, cut, top, log_sum, inverse)
+    value = gmem.logits[r, jnp.clip(token, 0, vocab_size - 1)]
+    logprob = log_probability(value, token, cut, top, log_sum, inverse)
+    gmem.logprob[r] = jnp.where(token < vocab_size, logprob, jnp.nan)
     gmem.log_sum_exp[r] = log_sum_exp(top, log_sum, inverse)
 
 
@@ -160,9 +164,13 @@ def from_digits(top, middle, low) -> wide.Wide:
     return upper, (middle << U32(bits)) | (low & mask)
 
 
-@functools.partial(jax.jit, static_argnames=("vocabulary", "interpret"))
+@functools.partial(jax.jit, static_argnames=("vocabulary", "vocab_size", "interpret"))
 def pick_token(
-    arrays: dict[str, jax.Array], *, vocabulary: Vocabulary, interpret: blocks.Interpret = False
+    arrays: dict[str, jax.Array],
+    *,
+    vocabulary: Vocabulary,
+    vocab_size: int,
+    interpret: blocks.Interpret = False,
 ) -> tuple[jax.Array, ...]:
     """Block maxima, and perhaps weights and sums, -> (token int32 [R], bad_row int32 [R], ...).
 
@@ -170,8 +178,10 @@ def pick_token(
       arrays: always logits [R, V], inverse and cut_value float32 [R], cut_id int32 [R], num_rows
         int32 [1], maxima float32 [R, PLACES]; for a draw also bits uint32 [R, 2], and high and
         low uint32 [R, PLACES], the sums of the limbs; for a score also sums float32 [R, PLACES],
-        and score_inverse, score_cut_value float32 [R] and score_cut_id int32 [R].
+        and score_inverse, score_cut_value float32 [R] and score_cut_id int32 [R]; for tokens that
+        are not chosen but given also given int32 [R], below 0 where the token is chosen.
       vocabulary: how the row is cut into blocks.
+      vocab_size: the real number of columns.
       interpret: run the kernel in Mosaic GPU's interpreter on a CPU.
 
     Returns: token and bad_row; for a score also logprob and log_sum_exp float32 [R].
@@ -183,11 +193,14 @@ def pick_token(
     if "sums" in arrays:
         outs |= {"logprob": jnp.float32, "log_sum_exp": jnp.float32}
     kernel = plgpu.kernel(
-        functools.partial(_body, names=(*arrays, *outs), vocabulary=vocabulary),
+        functools.partial(
+            _body, names=(*arrays, *outs), vocabulary=vocabulary, vocab_size=vocab_size
+        ),
         out_type=tuple(jax.ShapeDtypeStruct((rows,), dtype) for dtype in outs.values()),
         grid=(rows,),
         grid_names=("row",),
         compiler_params=blocks.compiler_params(),
+        kernel_name="choose_token",
         interpret=blocks.interpret_params(interpret),
     )
     return tuple(kernel(*arrays.values()))

@@ -2,8 +2,8 @@
 
     w[v] = floor(exp((x[v] - max) * inv_temperature) * 2^40)      two limbs of 20 bits
 
-Sums are of integers, exact in any order. The exponential is the GPU's own; this pass and the walk
-inside one block call the same function on the same numbers. Grid: (segment of blocks, row).
+Sums are of integers, exact in any order. This pass and the walk inside one block take the same
+exponential of the same numbers. Grid: (segment of blocks, row).
 """
 
 import functools
@@ -27,12 +27,13 @@ _SHIFT_BITS = 0x4B000000  # of _SHIFT; the integer stands in the bits below
 def limbs_of(block: Block, top, inverse, cut_value, cut_id, vocabulary: Vocabulary):
     """The two limbs of the weights of one block, uint32 [block] each."""
     x = blocks.kept_logits(block, cut_value, cut_id, vocabulary)
-    return limb_values(lax.optimization_barrier((x - top) * inverse))
+    gap = lax.optimization_barrier((x - top) * inverse)
+    return limb_values(lax.optimization_barrier(blocks.exponential(gap)))
 
 
-def limb_values(gap):
-    """The two limbs of floor(exp(gap) * 2^40)."""
-    likelihood = jnp.minimum(lax.optimization_barrier(jnp.exp(gap)), 1.0)
+def limb_values(likelihood):
+    """The two limbs of floor(min(likelihood, 1) * 2^40)."""
+    likelihood = jnp.minimum(likelihood, 1.0)
     # Powers of two, differences of close numbers: everything from here on is exact.
     scaled = likelihood * _LIMB
     whole = _floor(scaled)
@@ -103,6 +104,7 @@ def block_weights(
         grid=(segments, rows),
         grid_names=("segment", "row"),
         compiler_params=blocks.compiler_params(),
+        kernel_name="token_weights",
         interpret=blocks.interpret_params(interpret),
     )(logits, inv_temperature, cut_value, cut_id, num_rows, maxima)
     return high, low

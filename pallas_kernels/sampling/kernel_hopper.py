@@ -68,7 +68,7 @@ def choose_token_hopper(
     arrays = _choice_arrays(logits, inv_temperature, cut_key, cut_id, num_rows, maxima)
     if sampled:
         arrays |= _weight_arrays(arrays, key_words, vocabulary, schedule, interpret)
-    token, bad = pick_token(arrays, vocabulary=vocabulary, interpret=interpret)
+    token, bad = pick_token(arrays, vocabulary=vocabulary, vocab_size=vocab, interpret=interpret)
     return token, bad != 0
 
 
@@ -115,6 +115,7 @@ def choose_and_score_hopper(
     logprob_cut_key: jax.Array,
     logprob_cut_id: jax.Array,
     num_rows: jax.Array,
+    given: jax.Array | None = None,
     *,
     topology: SamplingTopology,
     schedule: Schedule | None = None,
@@ -127,6 +128,7 @@ def choose_and_score_hopper(
       logits, key_words, inv_temperature, cut_key, cut_id: as of `choose_token`.
       logprob_inv_temperature, logprob_cut_key, logprob_cut_id: as of `target_logprobs`; the cut
         keeps the row's maximum, as every cut of `find_cut` does.
+      given: int32 [R], the token of a row that is not chosen but given, below 0 where it is chosen.
       num_rows, topology, schedule, sampled, interpret: as of `choose_token_hopper`.
 
     Returns:
@@ -135,7 +137,7 @@ def choose_and_score_hopper(
 
     Raises and Invariance: as the two ops.
     """
-    rows = logits.shape[0]
+    rows, vocab = logits.shape
     logits, vocabulary = blocks.vocabulary_of("choose_and_score", logits, topology.block)
     schedule = schedule or schedule_for(rows=rows, blocks=vocabulary.blocks)
     scored = logprob_inv_temperature, blocks.cut_values(logprob_cut_key), logprob_cut_id
@@ -152,7 +154,11 @@ def choose_and_score_hopper(
         arrays |= _weight_arrays(arrays, key_words, vocabulary, schedule, interpret)
     names = "score_inverse", "score_cut_value", "score_cut_id"
     arrays |= {"sums": sums, **dict(zip(names, scored, strict=True))}
-    token, bad, logprob, lse = pick_token(arrays, vocabulary=vocabulary, interpret=interpret)
+    if given is not None:
+        arrays["given"] = given
+    token, bad, logprob, lse = pick_token(
+        arrays, vocabulary=vocabulary, vocab_size=vocab, interpret=interpret
+    )
     return token, bad != 0, logprob, lse
 
 
@@ -170,3 +176,10 @@ def choose_token_hopper_op(
     return choose_token_hopper(
         logits, key_words, inv_temperature, cut_key, cut_id, num_rows, topology=topology
     )
+
+
+def choose_and_score_hopper_op(
+    logits: jax.Array, *arrays: jax.Array, topology: SamplingTopology
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`choose_and_score_hopper` as an implementation of the primitive, schedule by the table."""
+    return choose_and_score_hopper(logits, *arrays, topology=topology)[:3]

@@ -12,7 +12,13 @@ from bi_jax.pallas_kernels.log_softmax.hopper_blocks import Vocabulary
 from bi_jax.pallas_kernels.log_softmax.kernel_hopper import target_logprobs_hopper
 from bi_jax.pallas_kernels.log_softmax.schedule import Schedule
 from bi_jax.pallas_kernels.primitive import HOPPER, REFERENCE
-from bi_jax.pallas_kernels.sampling import SamplingTopology, choose_token, topology_for, wide
+from bi_jax.pallas_kernels.sampling import (
+    SamplingTopology,
+    choose_and_score,
+    choose_token,
+    topology_for,
+    wide,
+)
 from bi_jax.pallas_kernels.sampling.cases import SMALL_VOCABULARY, VOCABULARIES
 from bi_jax.pallas_kernels.sampling.hopper_walk import from_digits, pick_token
 from bi_jax.pallas_kernels.sampling.hopper_weights import limb_values
@@ -20,7 +26,6 @@ from bi_jax.pallas_kernels.sampling.kernel_hopper import (
     choose_and_score_hopper,
     choose_token_hopper,
 )
-from bi_jax.pallas_kernels.sampling.weights import weights
 from bi_jax.testing import assert_same_bits
 
 V = 1100  # five blocks of 256, the last one short
@@ -103,6 +108,12 @@ def test_one_summary_serves_the_token_and_its_logprob():
     )
     assert_same_bits(logprob, apart[:, 0])
     assert_same_bits(lse, apart_lse)
+    given = jnp.array([5, -1], jnp.int32)
+    again = choose_and_score_hopper(
+        *arguments, one, *everything, jnp.int32(2), given, topology=SMALL, interpret=True
+    )
+    assert again[0].tolist() == [5, int(token[1])] and again[2][1] == logprob[1]
+    assert abs(again[2][0] + lse[0] - arguments[0][0, 5]) < 1e-5
 
 
 @pytest.mark.slow
@@ -116,10 +127,12 @@ def test_greedy_steps_need_no_draw():
 def test_limbs_are_those_of_the_definition():
     rng = np.random.default_rng(0)
     gaps = np.concatenate([-(rng.random(60000) ** 3) * 30, np.linspace(-1e-6, 0, 5000), [-np.inf]])
-    gaps = np.concatenate([gaps, np.arange(0, -41, -1) * np.log(2)]).astype(np.float32)
-    stated = jax.jit(lambda g: weights(g, jnp.ones(g.shape, bool)))(gaps)
-    for a, b in zip(jax.jit(limb_values)(gaps), stated, strict=True):
-        assert_same_bits(a, b)
+    likelihood = np.exp(np.concatenate([gaps, np.arange(0, -41, -1) * np.log(2)]))
+    likelihood = np.append(likelihood, [1.0 + 2.0**-23, 2.0**-149]).astype(np.float32)
+    exact = (np.minimum(likelihood.astype(np.float64), 1.0) * 2.0**40).astype(np.uint64)
+    high, low = jax.jit(limb_values)(likelihood)
+    assert_same_bits(high, (exact >> np.uint64(20)).astype(np.uint32))
+    assert_same_bits(low, (exact & np.uint64(2**20 - 1)).astype(np.uint32))
 
 
 @pytest.mark.parametrize("bits", [0, 2**32 - 1, 0x9E3779B9])
@@ -144,6 +157,7 @@ def test_the_walk_over_given_integers(bits):
     token, bad = pick_token(
         {name: jnp.asarray(a) for name, a in arrays.items()},
         vocabulary=Vocabulary(size=V, block=256),
+        vocab_size=V,
         interpret=True,
     )
     word = (bits << 32) + bits
@@ -178,6 +192,19 @@ def test_it_lowers_for_sm90(vocab, rows):
         return choose_token(*arrays, backend=HOPPER)
 
     text = jax.jit(run).trace(*_shapes(rows, vocab)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3
+
+
+def test_the_op_of_both_lowers_for_sm90():
+    shapes = _shapes(8, VOCABULARIES["qwen3"])
+
+    def run(logits, words, inverse, key, ids):
+        cut = key, ids
+        return choose_and_score(
+            logits, words, inverse, cut, inverse, cut, backend=HOPPER, given=ids
+        )
+
+    text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 3
 
 
