@@ -1,0 +1,37 @@
+"""What a file of measurements says about its run: when, where, with what, by which command."""
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bi_jax.versions import chip_name, library_versions
+
+
+def run_header(script: str) -> dict[str, Any]:
+    """Date, devices, versions, command and how the cards are linked."""
+    device = jax.devices()[0]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": chip_name(device),
+        "devices": len(jax.devices()),
+        "host": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": dict(library_versions(device.platform)),
+        "driver": _asked("--query-gpu=driver_version", "--format=csv,noheader"),
+        "topology": _asked("topo", "-m"),
+        "command": " ".join(["python", f"scripts/{Path(script).name}", *sys.argv[1:]]),
+    }
+
+
+def _asked(*options: str) -> list[str]:
+    """Lines that nvidia-smi prints; none where there is no card."""
+    if jax.default_backend() != "gpu" or shutil.which("nvidia-smi") is None:
+        return []
+    done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True)
+    return done.stdout.strip().splitlines()
