@@ -23,6 +23,14 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", help="folder, hub id, GGUF or Orbax; unset: SmolLM2-135M")
     model.add_argument("--tokenizer", help="where the tokenizer is, if not with the model")
     model.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    model.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="devices that the model is cut over"
+    )
+    model.add_argument(
+        "--tp-invariant",
+        action="store_true",
+        help="the topology whose bits are the same at every tensor-parallel size",
+    )
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("--prompt", action="append", help="repeatable")
     prompts.add_argument("--prompts-file", help="text (a prompt a line) or .jsonl")
@@ -85,6 +93,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _engine(arguments: argparse.Namespace) -> Engine:
+    import jax
+
     from bi_jax.models.checkpoint import find_demo_model
 
     from .config import EngineConfig
@@ -92,6 +102,9 @@ def _engine(arguments: argparse.Namespace) -> Engine:
     from .flags import enable_compilation_cache
 
     enable_compilation_cache()
+    if arguments.tensor_parallel_size > 1:
+        # So that it can be tried on a CPU, whose cores count as one device otherwise.
+        jax.config.update("jax_num_cpu_devices", arguments.tensor_parallel_size)
     config = EngineConfig(
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
@@ -102,6 +115,8 @@ def _engine(arguments: argparse.Namespace) -> Engine:
         dtype=arguments.dtype,
         tokenizer=arguments.tokenizer,
         config=config,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        tp_invariant=arguments.tp_invariant,
     )
 
 
