@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from .flags import pin_flags
     from .request import CompletionOutput, Request, RequestOutput, SamplingParams
     from .scoring import score
+    from .trace_folder import trace
     from .trainer_logprobs import token_logprobs
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "score",
     "testing",
     "token_logprobs",
+    "trace",
 ]
 
 _PLACES = {
@@ -46,6 +48,7 @@ _PLACES = {
     "pin_flags": "flags",
     "score": "scoring",
     "token_logprobs": "trainer_logprobs",
+    "trace": "trace_folder",
 }
 
 

@@ -33,3 +33,12 @@ def reward(question: Question, text: str) -> float:
     right = bool(numbers) and int(numbers[0][:9]) == question.answer
     bare = re.fullmatch(r"\s*-?\d+\.?\s*", text) is not None
     return float(right) + 0.2 * bare
+
+
+def lowercase(question: Question, text: str) -> float:
+    """The share of small letters: a reward that varies with random weights too."""
+    del question
+    return sum(c.islower() for c in text) / max(len(text), 1)
+
+
+REWARDS = {"answer": reward, "lowercase": lowercase}

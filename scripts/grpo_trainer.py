@@ -13,7 +13,8 @@ from flax import nnx
 
 from bi_jax import flags
 from bi_jax.gradient_sum import accumulate, clip_by_global_norm, sum_over
-from bi_jax.identity import digest_of_state
+from bi_jax.identity import Identity, digest_of_state, warn_if_different
+from bi_jax.identity_file import NAME, read_identity, write_identity
 from bi_jax.models import Transformer
 from bi_jax.pallas_kernels.policy_loss import policy_loss
 from bi_jax.request import RequestOutput
@@ -111,24 +112,35 @@ class Trainer:
         """Of the float32 parameters."""
         return digest_of_state(self._as_state(self.params))
 
-    def save(self, folder: Path, step: int) -> None:
-        """Writes all that the next steps depend on."""
-        with ocp.StandardCheckpointer() as checkpointer:
-            path = folder.resolve() / "checkpoints" / f"{step:06d}"
-            checkpointer.save(path, {"params": self.params, "moments": self.moments}, force=True)
+    def save(self, folder: Path, step: int, identity: Identity) -> None:
+        """Writes all that the next steps depend on, and the identity under which it came about.
 
-    def restore(self, folder: Path) -> int:
-        """Loads the last checkpoint and returns the number of steps behind it; 0: there is none."""
+        The identity comes last: a checkpoint without one was interrupted, and does not count.
+        """
+        path = folder.resolve() / "checkpoints" / f"{step:06d}"
+        (path / NAME).unlink(missing_ok=True)
+        with ocp.StandardCheckpointer() as checkpointer:
+            state = {"params": self.params, "moments": self.moments}
+            checkpointer.save(path / "state", state, force=True)
+        write_identity(path, identity)
+
+    def restore(self, folder: Path) -> tuple[int, Identity | None]:
+        """Loads the last checkpoint.
+
+        Returns:
+          The steps behind it and its identity; 0 and None: there is no checkpoint.
+        """
         root = folder.resolve() / "checkpoints"
-        found = sorted(p for p in root.glob("*") if p.name.isdigit()) if root.exists() else []
+        found = [path.parent for path in root.glob(f"*/{NAME}") if path.parent.name.isdigit()]
         if not found:
-            return 0
+            return 0, None
+        last = max(found, key=lambda path: int(path.name))
         like = {"params": self.params, "moments": self.moments}
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         with ocp.StandardCheckpointer() as checkpointer:
-            saved = checkpointer.restore(found[-1], like)
+            saved = checkpointer.restore(last / "state", like)
         self.params, self.moments = saved["params"], saved["moments"]
-        return int(found[-1].name)
+        return int(last.name), read_identity(last)
 
     def _update_once(self, rollout: Rollout, reference: list[jax.Array]) -> dict[str, Any]:
         size, total, parts = self.config.micro_batch, None, []
@@ -200,6 +212,22 @@ class Trainer:
     def _as_state(self, params: Params) -> nnx.State:
         flat = nnx.to_flat_state(self._template)
         return nnx.from_flat_state([(path, v.replace(params[_name(path)])) for path, v in flat])
+
+
+def check_identity(saved: Identity, now: Identity) -> None:
+    """Warns where a resumed run would compute other bits than the one that was interrupted.
+
+    Raises:
+      ValueError: all else is equal and the weights are not those that were saved.
+    """
+    other = warn_if_different(
+        saved.with_weights(""), now.with_weights(""), what="interrupted and the resumed run"
+    )
+    if not other and saved.weights != now.weights:
+        raise ValueError(
+            f"the checkpoint is damaged: its weights have the digest {now.weights[:16]}, and "
+            f"{saved.weights[:16]} was written"
+        )
 
 
 def _named(state: nnx.State) -> list[tuple[str, Any]]:

@@ -27,8 +27,8 @@ from bi_jax.tokenizer import Tokenizer
 
 # So that it also runs as a file, whose folder and not the repository is then on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from scripts.arithmetic import Question, questions, reward
-from scripts.grpo_trainer import Rollout, Trainer, TrainerConfig
+from scripts.arithmetic import REWARDS, Question, questions
+from scripts.grpo_trainer import Rollout, Trainer, TrainerConfig, check_identity
 from scripts.run_plot import plot
 
 ROOM_FOR_PROMPT = 64  # tokens
@@ -44,6 +44,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     bits.add_argument("--samples", type=int, default=4, help="completions of a question")
     bits.add_argument("--max-tokens", type=int, default=12)
     bits.add_argument("--largest", type=int, default=9, help="largest summand")
+    bits.add_argument(
+        "--reward", choices=REWARDS, default="answer", help="lowercase: for random weights"
+    )
     bits.add_argument("--updates", type=int, default=1, help="inner updates a step")
     bits.add_argument("--learning-rate", type=float, default=2e-6)
     bits.add_argument("--kl-coef", type=float, default=0.0, help="above 0 keeps a reference model")
@@ -105,6 +108,7 @@ def run_step(
     started = time.perf_counter()
     asked, outputs = roll_out(engine, tokenizer, args, step)
     sampled = time.perf_counter()
+    reward = REWARDS[args.reward]
     rewards = np.array(
         [[reward(q, c.text) for c in out.outputs] for q, out in zip(asked, outputs, strict=True)]
     )
@@ -140,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "metrics.jsonl"
-    first = trainer.restore(args.out) if args.resume else 0
+    first, saved = trainer.restore(args.out) if args.resume else (0, None)
     lines = log.read_text().splitlines()[:first] if first else []
     log.write_text("".join(line + "\n" for line in lines))
     engine = Engine(
@@ -153,13 +157,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
     )
     engine.update_weights(trainer.state())
+    if saved is not None:
+        check_identity(saved, engine.identity)
     for step in range(first, args.steps):
         metrics = run_step(engine, trainer, tokenizer, args, step)
         print(" ".join(f"{key}={_short(value)}" for key, value in metrics.items()), flush=True)
         with log.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
         if (step + 1) % args.checkpoint_every == 0 or step + 1 == args.steps:
-            trainer.save(args.out, step + 1)
+            trainer.save(args.out, step + 1, engine.identity)
     plot(log, args.out / "run.svg")
     return 0
 

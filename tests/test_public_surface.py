@@ -19,6 +19,7 @@ SURFACE = {
     "certify",
     "pin_flags",
     "testing",
+    "trace",
 }
 # Names that are decided on and may come.
 PLANNED = {"score", "token_logprobs"}

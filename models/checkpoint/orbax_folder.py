@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..config import TransformerConfig
 from .config_json import config_from_json, config_to_json
+from .digest import weights_digest
 from .huggingface import read_json
 from .placement import Shardings, host_dtype, overflow_message, sharding_of
 from .plan import parameter_shapes
@@ -31,7 +32,11 @@ def save_orbax(folder: Path, config: TransformerConfig, params: Mapping[str, jax
     """
     with _checkpointer() as checkpointer:
         checkpointer.save((folder / PARAMS).absolute(), dict(params))
-    content = {"format": FORMAT, "config": config_to_json(config)}
+    content = {
+        "format": FORMAT,
+        "config": config_to_json(config),
+        "weights": weights_digest(params),
+    }
     (folder / MARKER).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -51,11 +56,11 @@ def read_orbax_config(folder: Path) -> TransformerConfig:
 def load_orbax(
     folder: Path, config: TransformerConfig, *, dtype: str, sharding: Shardings
 ) -> dict[str, jax.Array]:
-    """Restores every parameter straight into its sharding.
+    """Restores every parameter straight into its sharding, checks the digest, and rounds.
 
     Raises:
-      ValueError: names or shapes differ from what the configuration asks for, or a weight does not
-        fit into the dtype.
+      ValueError: names or shapes differ from what the configuration asks for, the weights are not
+        those that were written, or a weight does not fit into the dtype.
     """
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = parameter_shapes(config)
@@ -68,15 +73,30 @@ def load_orbax(
         _check(folder, {name: tuple(entry.shape) for name, entry in stored.items()}, shapes)
         target = {
             name: jax.ShapeDtypeStruct(
-                shape, host_dtype(dtype), sharding=sharding_of(sharding, name) or default
+                shape, stored[name].dtype, sharding=sharding_of(sharding, name) or default
             )
             for name, shape in shapes.items()
         }
         params = checkpointer.restore(path, target)
-    for name, array in params.items():
-        if dtype == "float16" and bool(jnp.isinf(array).any()):
+    _check_digest(folder, params)
+    for name in shapes:
+        params[name] = params[name].astype(host_dtype(dtype))
+        if dtype == "float16" and bool(jnp.isinf(params[name]).any()):
             raise ValueError(overflow_message(name))
     return params
+
+
+def _check_digest(folder: Path, params: Mapping[str, jax.Array]) -> None:
+    """Compares with the digest in the marker; folders of earlier versions have none."""
+    written = read_json(folder / MARKER).get("weights")
+    if written is None:
+        return
+    found = weights_digest(params)
+    if found != written:
+        raise ValueError(
+            f"{folder} is damaged: its weights have the digest {found[:16]}, and "
+            f"{str(written)[:16]} is written in {MARKER}."
+        )
 
 
 def _check(

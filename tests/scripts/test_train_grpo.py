@@ -1,5 +1,6 @@
 """A training run has one sequence of weights in every schedule, and goes on where it stopped."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,8 +9,9 @@ import pytest
 
 from bi_jax import EngineConfig, SamplingParams
 from bi_jax.engine import Engine
-from scripts.arithmetic import Question, questions, reward
-from scripts.grpo_trainer import Rollout, Trainer, TrainerConfig
+from bi_jax.identity import Identity, IdentityWarning
+from scripts.arithmetic import REWARDS, Question, questions, reward
+from scripts.grpo_trainer import Rollout, Trainer, TrainerConfig, check_identity
 from scripts.run_plot import plot
 from scripts.train_grpo import advantages
 from tests.bi_jax import small_trainer as small
@@ -86,11 +88,24 @@ def test_a_stopped_run_goes_on(run, tmp_path):
     before = _trainer(2)
     engine = _engine(4, 16)
     _steps(engine, before, 0, 1)
-    before.save(tmp_path, 1)
+    before.save(tmp_path, 1, engine.identity)
+    (tmp_path / "checkpoints" / "000002").mkdir()  # one that was interrupted
     after = _trainer(2)
-    assert after.restore(tmp_path) == 1
+    step, saved = after.restore(tmp_path)
+    assert (step, saved) == (1, engine.identity)
     assert _steps(engine, after, 1, STEPS) == run[1:]
-    assert _trainer(2).restore(tmp_path / "elsewhere") == 0
+    assert _trainer(2).restore(tmp_path / "elsewhere") == (0, None)
+
+
+def test_a_resumed_run_says_what_has_changed():
+    names = dict(ops=(), kernels="", chip="", platform="cpu", flags=(), audited=True, config="")
+    saved = Identity(weights="abc", versions=(("jaxlib", "1"),), **names)
+    check_identity(saved, saved)
+    with pytest.raises(ValueError, match="digest def, and abc was written"):
+        check_identity(saved, saved.with_weights("def"))
+    other = dataclasses.replace(saved, versions=(("jaxlib", "2"),), weights="def")
+    with pytest.warns(IdentityWarning, match=r"resumed run .* versions.jaxlib \(1 against 2\)"):
+        check_identity(saved, other)
 
 
 def test_questions_and_rewards():
@@ -99,6 +114,7 @@ def test_questions_and_rewards():
     question = Question(text="What is 3 + 5? Answer with the number only.", answer=8)
     texts = {"8": 1.2, " 8.\n": 1.2, "It is 8": 1.0, "9": 0.2, "eight": 0.0, "18": 0.2}
     assert {text: reward(question, text) for text in texts} == texts
+    assert [REWARDS["lowercase"](question, t) for t in ("ab", "a1b2", "")] == [1, 0.5, 0]
     agreed = advantages(np.ones((2, 4)))
     assert not agreed.any()
 
