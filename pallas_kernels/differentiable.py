@@ -6,6 +6,10 @@ from typing import Any
 
 import jax
 
+from .primitive import HOPPER, REFERENCE
+
+GPU_ROWS = 256  # rows a block where a reference body runs on a GPU: few launches, one shape
+
 Bind = Callable[..., tuple[jax.Array, ...]]
 Backward = Callable[..., Sequence[jax.Array | None]]
 
@@ -45,3 +49,8 @@ def differentiable(bind: Bind, backward: Backward) -> Bind:
         return with_params(tuple(sorted(params.items())))(*operands)
 
     return call
+
+
+def backward_backend(backend: str) -> str:
+    """The backend of a backward pass: an interpreted kernel has none of its own."""
+    return HOPPER if backend == HOPPER else REFERENCE

@@ -36,9 +36,13 @@ ORDER = {
         *("generate_command", "certify_command", "cli"),
     ),
 }
-# The one op that may lean on another: its Hopper kernel draws a token and scores it in one launch,
-# in the order of additions that log_softmax states, and so has to call the same functions.
-LEANS_ON = {"bi_jax.pallas_kernels.sampling": {"bi_jax.pallas_kernels.log_softmax"}}
+# The ops that may lean on another. One Hopper kernel draws a token and scores it in one launch, in
+# the order of additions that log_softmax states, and so has to call the same functions. The five
+# products of attention's backward pass on Hopper are launches of the matmul kernel.
+LEANS_ON = {
+    "bi_jax.pallas_kernels.sampling": {"bi_jax.pallas_kernels.log_softmax"},
+    "bi_jax.pallas_kernels.attention": {"bi_jax.pallas_kernels.matmul"},
+}
 # Inside an op's folder.
 OP_ORDER = (
     *("topology", "schedule", "cases", "reference", "kernel_hopper", "kernel_triton", "vjp", "api"),

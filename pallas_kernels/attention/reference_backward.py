@@ -73,13 +73,13 @@ def attention_gradient_reference(
             column = jnp.broadcast_to(where // tokens_a_page, (ROWS, block))
             pages = jnp.take_along_axis(pages_of_rows, column, 1, mode="clip")
             at = (where % tokens_a_page)[None]
-            seen = _sees(place[:, None], where[None], window)
-            keys = _clean(k_pages.at[pages, :, at].get(mode="clip"), seen)
-            values = _clean(v_pages.at[pages, :, at].get(mode="clip"), seen)
+            seen = sees(place[:, None], where[None], window)
+            keys = clean(k_pages.at[pages, :, at].get(mode="clip"), seen)
+            values = clean(v_pages.at[pages, :, at].get(mode="clip"), seen)
             keys, values, seen = lax.optimization_barrier((keys, values, seen))
             scores = _dot(queries, keys, ((3,), (3,)), ((0, 1), (0, 2)))
             back = _dot(dout_rows, values, ((3,), (3,)), ((0, 1), (0, 2)))
-            _, ds = _slopes(
+            _, ds = slopes(
                 scores,
                 back,
                 lse_rows[..., None],
@@ -105,15 +105,15 @@ def attention_gradient_reference(
             dk, dv = state
             where = (j * block + in_block)[None]
             flat = where + offset[:, None]
-            seen = _sees(where, place[:, None], window)
+            seen = sees(where, place[:, None], window)
             seen &= (flat >= begin[:, None]) & (flat < end[:, None])
             flat = jnp.where(seen, flat, 0)
-            taken = [_clean(a.at[flat].get(mode="clip"), seen) for a in (q, dout, lse, delta)]
+            taken = [clean(a.at[flat].get(mode="clip"), seen) for a in (q, dout, lse, delta)]
             queries, dout_rows, lse_rows, delta_rows = lax.optimization_barrier(taken)
             scores = _dot(key, queries, ((2,), (4,)), ((0, 1), (0, 2)))
             back = _dot(value, dout_rows, ((2,), (4,)), ((0, 1), (0, 2)))
             lse_rows, delta_rows = (a.transpose(0, 2, 1, 3) for a in (lse_rows, delta_rows))
-            p, ds = _slopes(
+            p, ds = slopes(
                 scores, back, lse_rows, delta_rows, seen[:, None, :, None], scale, q.dtype
             )
             dims = (((2, 3), (1, 3)), ((0, 1), (0, 2)))
@@ -133,7 +133,7 @@ def attention_gradient_reference(
     return dq, dk, dv
 
 
-def _slopes(
+def slopes(
     scores: jax.Array,
     back: jax.Array,
     lse: jax.Array,
@@ -149,12 +149,12 @@ def _slopes(
     return lax.optimization_barrier((p.astype(dtype), ds.astype(dtype)))
 
 
-def _sees(query: jax.Array, key: jax.Array, window: int | None) -> jax.Array:
+def sees(query: jax.Array, key: jax.Array, window: int | None) -> jax.Array:
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 
 
-def _clean(values: jax.Array, seen: jax.Array) -> jax.Array:
+def clean(values: jax.Array, seen: jax.Array) -> jax.Array:
     """What is not seen may hold anything, NaN too, and 0 x NaN is not 0."""
     mask = seen.reshape(*seen.shape, *[1] * (values.ndim - seen.ndim))
     return jnp.where(mask, values, jnp.zeros((), values.dtype))

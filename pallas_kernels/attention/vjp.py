@@ -4,6 +4,7 @@ Gradients reach the keys and values of the batch's own tokens; what earlier step
 counts as a constant.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
-from ..primitive import REFERENCE, define_op
+from ..differentiable import backward_backend
+from ..matmul.kernel_hopper import matmul_hopper
+from ..matmul.schedule import schedule_for
+from ..primitive import HOPPER, REFERENCE, define_op
+from .gradient_blocks import attention_gradient_blocks
 from .reference_backward import attention_gradient_reference
 
 Pages = tuple[jax.Array, jax.Array]
@@ -22,10 +27,16 @@ def _avals(q: Any, k_pages: Any, *_: Any, **__: Any) -> list[Any]:
     return [ShapeDtypeStruct(q.shape, q.dtype), kv, kv]
 
 
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    schedule = schedule_for(x.shape[0], *w.shape, out_dtype="float32")
+    return matmul_hopper(x, w, out_dtype="float32", schedule=schedule)
+
+
+_on_hopper = functools.partial(attention_gradient_blocks, product=_product)
 _bind = define_op(
     "attention_gradient",
     out_avals=_avals,
-    implementations={REFERENCE: attention_gradient_reference},
+    implementations={REFERENCE: attention_gradient_reference, HOPPER: _on_hopper},
 )
 
 
@@ -33,9 +44,9 @@ def attention_backward(
     operands: Any, outputs: Any, cotangents: Any, *, backend: str, **params: Any
 ) -> tuple[jax.Array | None, ...]:
     """Backward pass of `attention`, for `differentiable`."""
-    del backend  # the reference body on every backend so far
     _, k_pages, v_pages, positions, request, _, page_table, num_tokens = operands
-    dq, dk, dv = _bind(*operands, *outputs, *cotangents, backend=REFERENCE, **params)
+    backend = backward_backend(backend)
+    dq, dk, dv = _bind(*operands, *outputs, *cotangents, backend=backend, **params)
     page, slot = token_slots(k_pages, positions, request, page_table, num_tokens)
 
     def spread(pages: jax.Array, new: jax.Array) -> jax.Array:

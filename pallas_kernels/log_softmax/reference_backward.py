@@ -1,4 +1,4 @@
-"""The gradient of log-probabilities on a CPU, every operation at one fixed shape."""
+"""The gradient of log-probabilities, every operation at one fixed shape."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax import lax
 from ..fixed_rows import for_row_blocks
 from ..float_order import is_kept, order_key
 
-ROWS = 1  # rows a block
+ROWS = 1  # rows a block on a CPU
 
 
 def target_logprobs_gradient_reference(
@@ -20,6 +20,8 @@ def target_logprobs_gradient_reference(
     dlogprob: jax.Array,
     dlog_sum_exp: jax.Array,
     num_rows: jax.Array,
+    *,
+    rows: int = ROWS,
 ) -> tuple[jax.Array]:
     """logits [R, V], target and dlogprob [R, 1] -> dlogits float32 [R, V].
 
@@ -28,9 +30,9 @@ def target_logprobs_gradient_reference(
     """
     ids = lax.iota(jnp.int32, logits.shape[1])[None]
 
-    def body(*rows: jax.Array) -> tuple[jax.Array]:
+    def body(*block: jax.Array) -> tuple[jax.Array]:
         x, token, inverse, key, last, lse, dl, dlse = (
-            a if a.ndim == 2 else a[:, None] for a in rows
+            a if a.ndim == 2 else a[:, None] for a in block
         )
         kept = is_kept(order_key(x), ids, key, last)
         exponent = lax.optimization_barrier(x * inverse) - lse
@@ -43,4 +45,4 @@ def target_logprobs_gradient_reference(
 
     arrays = (logits, target, inv_temperature, cut_key, cut_id, log_sum_exp)
     arrays = (*arrays, dlogprob, dlog_sum_exp)
-    return (for_row_blocks(body, *arrays, rows=ROWS, num_rows=num_rows)[0],)
+    return (for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows)[0],)

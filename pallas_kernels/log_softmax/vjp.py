@@ -1,12 +1,14 @@
 """Backward pass of the log-probability of one target a row; row r alone decides dlogits[r]."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
-from ..primitive import REFERENCE, define_op
+from ..differentiable import GPU_ROWS, backward_backend
+from ..primitive import HOPPER, REFERENCE, define_op
 from .reference_backward import target_logprobs_gradient_reference
 
 
@@ -17,12 +19,15 @@ def _avals(logits: Any, *_: Any, **__: Any) -> list[Any]:
 _bind = define_op(
     "target_logprobs_gradient",
     out_avals=_avals,
-    implementations={REFERENCE: target_logprobs_gradient_reference},
+    implementations={
+        REFERENCE: target_logprobs_gradient_reference,
+        HOPPER: functools.partial(target_logprobs_gradient_reference, rows=GPU_ROWS),
+    },
 )
 
 
 def target_logprobs_backward(
-    operands: Any, outputs: Any, cotangents: Any, **_: Any
+    operands: Any, outputs: Any, cotangents: Any, *, backend: str, **_: Any
 ) -> tuple[jax.Array | None, ...]:
     """Backward pass of `target_logprobs`, for `differentiable`.
 
@@ -43,6 +48,6 @@ def target_logprobs_backward(
         outputs[1],
         *cotangents,
         num_rows,
-        backend=REFERENCE,
+        backend=backward_backend(backend),
     )
     return dlogits, None, None, None, None, None

@@ -1,4 +1,4 @@
-"""Gradients of the matrix products on a CPU, every operation at one fixed shape."""
+"""Gradients of the matrix products, every operation at one fixed shape."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax import lax
 from ..fixed_rows import for_row_blocks
 from ..row_sums import over_row_blocks, sum_rows
 
-ROWS = 4  # rows a block of the element-wise part
+ROWS = 4  # rows a block of the element-wise part on a CPU
 
 
 def weight_gradient_reference(
@@ -30,7 +30,12 @@ def bias_gradient_reference(
 
 
 def swiglu_gradient_reference(
-    gate_up: jax.Array, dy: jax.Array, num_rows: jax.Array, *, out_dtype: str
+    gate_up: jax.Array,
+    dy: jax.Array,
+    num_rows: jax.Array,
+    *,
+    out_dtype: str,
+    rows: int = ROWS,
 ) -> tuple[jax.Array]:
     """d(silu(gate) up): gate_up float32 [M, 2 F], dy [M, F] -> (dgate, dup) as [M, 2 F].
 
@@ -38,8 +43,8 @@ def swiglu_gradient_reference(
     """
     width = dy.shape[1]
 
-    def body(rows: jax.Array, dy_rows: jax.Array) -> tuple[jax.Array]:
-        gate, up = rows[:, :width], rows[:, width:]
+    def body(both_rows: jax.Array, dy_rows: jax.Array) -> tuple[jax.Array]:
+        gate, up = both_rows[:, :width], both_rows[:, width:]
         dy_rows = dy_rows.astype(jnp.float32)
         s = lax.optimization_barrier(1.0 / (1.0 + jnp.exp(-gate)))
         bend = lax.optimization_barrier(gate * (1.0 - s))
@@ -47,4 +52,4 @@ def swiglu_gradient_reference(
         both = jnp.concatenate([dy_rows * up * slope, dy_rows * (gate * s)], axis=1)
         return (both.astype(out_dtype),)
 
-    return (for_row_blocks(body, gate_up, dy, rows=ROWS, num_rows=num_rows)[0],)
+    return (for_row_blocks(body, gate_up, dy, rows=rows, num_rows=num_rows)[0],)

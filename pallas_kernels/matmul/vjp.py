@@ -7,16 +7,18 @@
 
 dy is rounded to x's dtype before it is multiplied, as its products run in that dtype; each result
 is rounded once. The element-wise parts and the sums of rows run by the reference body on every
-backend so far. All rows of a call count as one sequence: whoever has several keeps them apart.
+backend, at one fixed number of rows. All rows of a call count as one sequence: whoever has several
+keeps them apart.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
-from ..differentiable import Bind
+from ..differentiable import GPU_ROWS, Bind, backward_backend
 from ..primitive import HOPPER, REFERENCE, define_op
 from ..rounding import round_to
 from .reference_backward import (
@@ -53,7 +55,10 @@ _bind_bias = define_op(
 _bind_swiglu = define_op(
     "swiglu_gradient",
     out_avals=_swiglu_avals,
-    implementations={REFERENCE: swiglu_gradient_reference},
+    implementations={
+        REFERENCE: swiglu_gradient_reference,
+        HOPPER: functools.partial(swiglu_gradient_reference, rows=GPU_ROWS),
+    },
 )
 
 
@@ -87,7 +92,10 @@ def swiglu_backward(bind_matmul: Bind) -> Any:
         (dy,) = cotangents
         w = gate_up.reshape(-1, gate_up.shape[2])
         (both,) = _product(bind_matmul, x, w, num_rows, backend, "float32")
-        (dboth,) = _bind_swiglu(both, dy, num_rows, backend=REFERENCE, out_dtype=x.dtype.name)
+        out_dtype = x.dtype.name
+        (dboth,) = _bind_swiglu(
+            both, dy, num_rows, backend=backward_backend(backend), out_dtype=out_dtype
+        )
         dx, dw = _product_gradients(bind_matmul, x, w, dboth, num_rows, backend)
         return dx, dw.reshape(gate_up.shape), None
 

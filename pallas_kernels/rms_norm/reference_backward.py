@@ -1,4 +1,4 @@
-"""Gradients of the RMS norms on a CPU, every operation at one fixed number of rows."""
+"""Gradients of the RMS norms, every operation at one fixed number of rows."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from ..lanes_backward import normalize_gradient
 from ..row_sums import sum_rows
 from .topology import RmsNormTopology
 
-ROWS = 4  # rows a block
+ROWS = 4  # rows a block on a CPU
 
 
 def rms_norm_gradient_reference(
@@ -20,19 +20,20 @@ def rms_norm_gradient_reference(
     *,
     eps: float,
     topology: RmsNormTopology,
+    rows: int = ROWS,
 ) -> tuple[jax.Array, jax.Array]:
     """x, dnormed [M, D], dstream [M, D] or [M, 0] -> dx [M, D] of x's dtype, dscale [D].
 
     dstream is what reaches x past the norm; it is added in float32 before the one rounding.
     """
 
-    def body(rows: jax.Array, dy: jax.Array, past: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, dy = rows.astype(jnp.float32), dy.astype(jnp.float32)
-        dx, share = normalize_gradient(rows, scale, eps, topology.lanes, dy)
+    def body(x_rows: jax.Array, dy: jax.Array, past: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x_rows, dy = x_rows.astype(jnp.float32), dy.astype(jnp.float32)
+        dx, share = normalize_gradient(x_rows, scale, eps, topology.lanes, dy)
         if past.size:
             dx = jax.lax.optimization_barrier(dx) + past.astype(jnp.float32)
         return dx.astype(x.dtype), share
 
     arrays = (x, dnormed, dstream)
-    dx, shares = for_row_blocks(body, *arrays, rows=ROWS, num_rows=num_rows)
+    dx, shares = for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows)
     return dx, sum_rows(shares, num_rows).astype(scale.dtype)

@@ -6,13 +6,15 @@
 All rows of a call count as one sequence: whoever has several keeps them apart.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
-from ..primitive import REFERENCE, define_op
+from ..differentiable import GPU_ROWS, backward_backend
+from ..primitive import HOPPER, REFERENCE, define_op
 from .reference_backward import rms_norm_gradient_reference
 from .topology import RmsNormTopology
 
@@ -24,7 +26,10 @@ def _avals(x: Any, scale: Any, *_: Any, **__: Any) -> list[Any]:
 _bind = define_op(
     "rms_norm_gradient",
     out_avals=_avals,
-    implementations={REFERENCE: rms_norm_gradient_reference},
+    implementations={
+        REFERENCE: rms_norm_gradient_reference,
+        HOPPER: functools.partial(rms_norm_gradient_reference, rows=GPU_ROWS),
+    },
 )
 
 
@@ -38,11 +43,18 @@ def rms_norm_backward(
     topology: RmsNormTopology,
 ) -> tuple[jax.Array | None, ...]:
     """Backward pass of `rms_norm`, for `differentiable`."""
-    del outputs, backend  # the reference body on every backend so far
+    del outputs
     x, scale, num_rows = operands
     none = jnp.zeros((x.shape[0], 0), x.dtype)
     dx, dscale = _bind(
-        x, scale, cotangents[0], none, num_rows, backend=REFERENCE, eps=eps, topology=topology
+        x,
+        scale,
+        cotangents[0],
+        none,
+        num_rows,
+        backend=backward_backend(backend),
+        eps=eps,
+        topology=topology,
     )
     return dx, dscale, None
 
@@ -57,14 +69,13 @@ def add_rms_norm_backward(
     topology: RmsNormTopology,
 ) -> tuple[jax.Array | None, ...]:
     """Backward pass of `add_rms_norm`; both summands have one gradient."""
-    del backend
     _, _, scale, num_rows = operands
     dx, dscale = _bind(
         outputs[1],
         scale,
         *cotangents,
         num_rows,
-        backend=REFERENCE,
+        backend=backward_backend(backend),
         eps=eps,
         topology=topology,
     )

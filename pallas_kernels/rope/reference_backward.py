@@ -1,4 +1,4 @@
-"""Gradients of QK-norm and rotary embedding on a CPU, at one fixed number of rows."""
+"""Gradients of QK-norm and rotary embedding, at one fixed number of rows."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from ..row_sums import sum_rows
 from .reference import rotate
 from .topology import RopeTopology
 
-ROWS = 4  # tokens a block
+ROWS = 4  # tokens a block on a CPU
 
 Arrays = tuple[jax.Array, ...]
 
@@ -28,6 +28,7 @@ def rope_gradient_reference(
     eps: float,
     qk_norm: bool,
     topology: RopeTopology,
+    rows: int = ROWS,
 ) -> Arrays:
     """dq [T, Nkv, G, Dh], dk and dv [T, Nkv, Dh] -> dqkv, dq_scale, dk_scale.
 
@@ -45,14 +46,14 @@ def rope_gradient_reference(
         return dx, total
 
     def body(
-        rows: jax.Array,
+        qkv_rows: jax.Array,
         cosine: jax.Array,
         sine: jax.Array,
         dq_rows: jax.Array,
         dk_rows: jax.Array,
         dv_rows: jax.Array,
     ) -> Arrays:
-        heads = rows.astype(jnp.float32)
+        heads = qkv_rows.astype(jnp.float32)
         cosine, sine = cosine[:, None, None], sine[:, None, None]
         back_q = rotate(dq_rows.astype(jnp.float32), cosine, -sine)
         back_k = rotate(dk_rows.astype(jnp.float32)[:, :, None], cosine, -sine)
@@ -63,7 +64,7 @@ def rope_gradient_reference(
         return jnp.concatenate([dqk, dv_rows[:, :, None]], axis=2), q_share, k_share
 
     arrays = (qkv, cos, sin, dq, dk, dv)
-    dqkv, q_shares, k_shares = for_row_blocks(body, *arrays, rows=ROWS, num_rows=num_rows)
+    dqkv, q_shares, k_shares = for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows)
     if not qk_norm:
         return dqkv, q_scale, k_scale
     return (

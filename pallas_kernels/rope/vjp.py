@@ -6,12 +6,14 @@
 All tokens of a call count as one sequence: whoever has several keeps them apart.
 """
 
+import functools
 from typing import Any
 
 import jax
 from jax import ShapeDtypeStruct
 
-from ..primitive import REFERENCE, define_op
+from ..differentiable import GPU_ROWS, backward_backend
+from ..primitive import HOPPER, REFERENCE, define_op
 from .reference_backward import rope_gradient_reference
 
 
@@ -20,7 +22,12 @@ def _avals(qkv: Any, cos: Any, sin: Any, q_scale: Any, k_scale: Any, *_: Any, **
 
 
 _bind = define_op(
-    "rope_gradient", out_avals=_avals, implementations={REFERENCE: rope_gradient_reference}
+    "rope_gradient",
+    out_avals=_avals,
+    implementations={
+        REFERENCE: rope_gradient_reference,
+        HOPPER: functools.partial(rope_gradient_reference, rows=GPU_ROWS),
+    },
 )
 
 
@@ -28,7 +35,9 @@ def rope_backward(
     operands: Any, outputs: Any, cotangents: Any, *, backend: str, **params: Any
 ) -> tuple[jax.Array | None, ...]:
     """Backward pass of `rope`, for `differentiable`; the tables have no gradient."""
-    del outputs, backend  # the reference body on every backend so far
+    del outputs
     *saved, num_rows = operands
-    dqkv, dq_scale, dk_scale = _bind(*saved, *cotangents, num_rows, backend=REFERENCE, **params)
+    dqkv, dq_scale, dk_scale = _bind(
+        *saved, *cotangents, num_rows, backend=backward_backend(backend), **params
+    )
     return dqkv, None, None, dq_scale, dk_scale, None

@@ -1,0 +1,181 @@
+"""Every family: what its engine emitted, a trainer recomputes in other programs, to the bit."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bi_jax import EngineConfig, RequestOutput, SamplingParams
+from bi_jax.engine import Engine
+from bi_jax.models.checkpoint import load_params, read_config
+from bi_jax.models.transformer import Transformer, build_transformer
+from bi_jax.stock_ops import stock_ops
+from bi_jax.testing import assert_same_bits, bit_difference
+from bi_jax.trainer_logprobs import token_logprobs
+from tests.models.fixture_models import CHECKPOINTS
+
+FAMILIES = ("llama3", "mistral", "qwen2", "qwen3", "smollm2")
+LONGEST_PROMPT = 40
+
+
+class Fixture(NamedTuple):
+    """Completions of one temperature and the length of the rows that hold them."""
+
+    outputs: list[RequestOutput]
+    temperature: float
+    length: int
+
+
+class Rows(NamedTuple):
+    """[B, T] each: ids, 1 where there is a token, where it was drawn, and what was emitted."""
+
+    tokens: np.ndarray
+    mask: np.ndarray
+    drawn: np.ndarray
+    emitted: np.ndarray
+
+    def micro(self, start: int, count: int) -> "Rows":
+        return Rows(*(a[start : start + count] for a in self))
+
+
+@functools.cache
+def model_of(name: str) -> Transformer:
+    """The fixture in float32, with room for 256 new tokens."""
+    folder = CHECKPOINTS / name
+    config = read_config(folder)
+    config = config.replace(dtype="float32", param_dtype="float32", max_position=512)
+    return build_transformer(config, load_params(folder, config, dtype="float32"))
+
+
+@functools.cache
+def engine_of(name: str) -> Engine:
+    settings = EngineConfig(
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        token_buckets=(16, 64),
+        num_pages=96,
+        max_model_len=320,
+        audit=False,
+    )
+    return Engine(model_of(name), config=settings)
+
+
+@functools.cache
+def sampled(name: str, temperature: float, count: int, new: int) -> Fixture:
+    """`count` completions of `new` tokens after prompts of 1 to 40."""
+    rng = np.random.default_rng(5)
+    vocab = model_of(name).config.vocab_size
+    lengths = rng.integers(1, LONGEST_PROMPT + 1, count)
+    prompts = [rng.integers(3, vocab, length).tolist() for length in lengths]
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            seed=100 + i,
+            max_tokens=new,
+            ignore_eos=True,
+            logprobs_mode="raw" if temperature == 1 else "scaled",
+        )
+        for i in range(count)
+    ]
+    return Fixture(engine_of(name).generate(prompts, params), temperature, LONGEST_PROMPT + new)
+
+
+def rows_of(fixture: Fixture, side: str) -> Rows:
+    shape = (len(fixture.outputs), fixture.length)
+    rng = np.random.default_rng(6)
+    tokens = rng.integers(0, 100, shape).astype(np.int32)  # padding holds anything
+    mask, drawn = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
+    emitted = np.zeros(shape, np.float32)
+    for row, output in enumerate(fixture.outputs):
+        prompt, completion = output.prompt_token_ids, output.outputs[0]
+        end = len(prompt) + len(completion.token_ids)
+        start = fixture.length - end if side == "left" else 0
+        place, new = slice(start, start + end), slice(start + len(prompt), start + end)
+        tokens[row, place] = [*prompt, *completion.token_ids]
+        mask[row, place], drawn[row, new] = 1, True
+        emitted[row, new] = completion.logprobs
+    return Rows(tokens, mask, drawn, emitted)
+
+
+def trainer(name: str, temperature: float, *, remat: bool, differentiate: bool, ops: Any = None):
+    """A user's jitted step: log-probabilities, out of value_and_grad or of the forward pass."""
+    graph, params, rest = nnx.split(model_of(name), nnx.Param, ...)
+    mode = "raw" if temperature == 1 else "scaled"
+
+    def logprobs(params: nnx.State, rows: Rows) -> jax.Array:
+        model = nnx.merge(graph, params, rest)
+        return token_logprobs(
+            model, rows.tokens, segment_ids=rows.mask, temperature=temperature, mode=mode, ops=ops
+        )
+
+    scored = jax.checkpoint(logprobs) if remat else logprobs
+
+    def loss(params: nnx.State, rows: Rows) -> tuple[jax.Array, jax.Array]:
+        out = scored(params, rows)
+        return jnp.sum(jnp.where(rows.drawn, out, 0)), out
+
+    if not differentiate:
+        return jax.jit(lambda rows: scored(params, rows))
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+    def run(rows: Rows) -> jax.Array:
+        (_, out), gradient = step(params, rows)
+        assert all(np.isfinite(g).all() and np.any(g) for g in jax.tree.leaves(gradient))
+        return out
+
+    return run
+
+
+def recomputed(step: Any, rows: Rows, size: int) -> np.ndarray:
+    """float32 [tokens], what the step gives for everything drawn."""
+    micros = [rows.micro(start, size) for start in range(0, len(rows.tokens), size)]
+    return np.concatenate([np.asarray(step(micro))[micro.drawn] for micro in micros])
+
+
+def test_the_families_are_all_there():
+    configs = [model_of(name).config for name in FAMILIES]
+    assert {c.family for c in configs} >= {"llama", "mistral", "qwen2", "qwen3"}
+    assert any(c.sliding_window for c in configs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "temperature"), [("llama3", 0.7), ("mistral", 1.0)])
+def test_a_family_recomputes_what_it_emitted(name: str, temperature: float):
+    fixture = sampled(name, temperature, 4, 48)
+    rows = rows_of(fixture, "left")
+    step = trainer(name, temperature, remat=False, differentiate=False)
+    assert_same_bits(recomputed(step, rows, 2), rows.emitted[rows.drawn])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_64_completions_of_256_tokens(name: str, record_property):
+    """Micro-batches of 1, 2, 4 and 16, both paddings, remat and not, two temperatures."""
+    cases = (
+        (1.0, 1, "left", False, True),
+        (1.0, 2, "right", True, True),
+        (1.0, 4, "left", False, False),
+        (1.0, 16, "right", False, True),
+        (0.7, 1, "right", False, False),
+        (0.7, 2, "left", False, False),
+        (0.7, 4, "left", True, True),
+        (0.7, 16, "right", False, False),
+    )
+    for temperature, size, side, remat, differentiate in cases:
+        rows = rows_of(sampled(name, temperature, 64, 256), side)
+        assert rows.drawn.sum() == 64 * 256
+        step = trainer(name, temperature, remat=remat, differentiate=differentiate)
+        context = f"{name} {temperature} {size} {side} remat={remat} grad={differentiate}"
+        assert_same_bits(recomputed(step, rows, size), rows.emitted[rows.drawn], context=context)
+    rows = rows_of(sampled(name, 1.0, 64, 256), "left")
+    step = trainer(name, 1.0, remat=False, differentiate=False, ops=stock_ops())
+    stock, emitted = recomputed(step, rows, 16), rows.emitted[rows.drawn]
+    assert bit_difference(stock, emitted) is not None  # the control
+    error = np.abs(stock - emitted)
+    differing = int((stock.view(np.int32) != emitted.view(np.int32)).sum())
+    record_property("stock", f"{differing} of {error.size} differ, by up to {error.max():.3g}")
+    print(name, "stock:", differing, "of", error.size, "differ, by up to", error.max())
