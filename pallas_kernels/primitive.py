@@ -87,7 +87,9 @@ def define_op(
     primitive.def_abstract_eval(abstract_eval)
     mlir.register_lowering(primitive, lower, inline=False)
     batching.primitive_batchers[primitive] = refuse_vmap
-    _MADE[primitive] = tuple(sorted({i.__module__ for i in implementations.values()}))
+    # A partial's own module would be functools: what counts is where its body is written.
+    bodies = (getattr(i, "func", i) for i in implementations.values())
+    _MADE[primitive] = tuple(sorted({body.__module__ for body in bodies}))
 
     def bind(*operands: jax.Array, backend: str, **params: Any) -> tuple[jax.Array, ...]:
         if backend not in implementations:
