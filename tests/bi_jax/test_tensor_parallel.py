@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -115,7 +116,7 @@ def test_a_rank_holds_and_multiplies_its_share(topology: str):
         max_position=64,
         topology=topology,
     )
-    params = {n: np.zeros(s, np.float32) for n, s in parameter_shapes(config).items()}
+    params = {n: jnp.zeros(s, jnp.float32) for n, s in parameter_shapes(config).items()}
     costs = {}
     for degree in DEGREES:
         settings = dataclasses.replace(ENGINE, num_pages=2)
@@ -129,7 +130,6 @@ def test_a_rank_holds_and_multiplies_its_share(topology: str):
             program.memory_analysis().argument_size_in_bytes,
             program.cost_analysis()["flops"],
         )
-    print(costs)
     whole = costs[1]
     for degree in DEGREES[1:]:
         share = 1 / degree + 0.05
