@@ -1,13 +1,19 @@
-"""How many pages the key-value cache gets: the arithmetic, and the words for it. No device work."""
+"""How many pages the key-value cache gets: the arithmetic, and the words for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 
 from bi_jax.models.config import TransformerConfig
+
+from .config import CPU_CACHE_BYTES, EngineConfig
+from .kv_cache import bytes_a_page
+from .sharding import Placer
 
 GIB = 2**30
 # What stays free for the allocator's seams and for kernels' own workspaces.
@@ -43,8 +49,48 @@ class CacheSize:
         )
 
 
+def plan_pages(
+    config: EngineConfig,
+    model: TransformerConfig,
+    *,
+    max_model_len: int,
+    placer: Placer | None = None,
+) -> tuple[int, CacheSize | None]:
+    """Pages of an engine's cache, and the arithmetic where a device's memory decided; it is logged.
+
+    Args:
+      config: num_pages, else cache_bytes, else memory_fraction.
+      model: its layers, heads and dtype.
+      max_model_len: the longest sequence.
+      placer: cuts the cache over devices; None: it is on the first one.
+
+    Raises:
+      ValueError: the device has no room for the longest sequence.
+    """
+    pages_of_one = -(-max_model_len // config.page_size)
+    if config.num_pages is not None:
+        return config.num_pages, None
+    heads = None if placer is None else placer.layout.slots
+    page_bytes = bytes_a_page(model, config.page_size, heads=heads)
+    if config.cache_bytes is not None or jax.default_backend() == "cpu":
+        fit = (config.cache_bytes or CPU_CACHE_BYTES) // page_bytes
+        return max(pages_of_one, min(fit, pages_of_one * config.max_num_seqs)), None
+    mesh = None if placer is None else placer.mesh
+    devices = jax.devices()[:1] if mesh is None else list(mesh.local_devices)
+    tokens = config.max_num_batched_tokens
+    found = cache_size(
+        [device.memory_stats() for device in devices],
+        fraction=config.memory_fraction,
+        step_bytes=step_bytes_of(model, tokens=tokens, rows=min(config.max_num_seqs, tokens)),
+        page_bytes=page_bytes,
+        pages_of_one=pages_of_one,
+    )
+    logging.getLogger("bi_jax").info("%s", found)
+    return found.pages, found
+
+
 def cache_size(
-    memory: Mapping[str, int],
+    memory: Sequence[Mapping[str, int]],
     *,
     fraction: float,
     step_bytes: int,
@@ -54,16 +100,17 @@ def cache_size(
     """The pages that fit beside weights and steps.
 
     Args:
-      memory: the device's `memory_stats()`: "bytes_limit" and "bytes_in_use".
+      memory: each device's `memory_stats()`: "bytes_limit" and "bytes_in_use".
       fraction: of the limit, for everything.
-      step_bytes: for the largest step, see `step_bytes_of`.
+      step_bytes: for the largest step, `step_bytes_of`.
       page_bytes: of one page over all layers.
       pages_of_one: what the longest sequence needs.
 
     Raises:
       ValueError: not even the longest sequence fits.
     """
-    limit, taken = memory["bytes_limit"], memory["bytes_in_use"]
+    limit = min(stats["bytes_limit"] for stats in memory)
+    taken = max(stats["bytes_in_use"] for stats in memory)
     pages = int(limit * fraction - taken - step_bytes) // page_bytes
     found = CacheSize(
         limit=limit, fraction=fraction, weights=taken, step=step_bytes, page=page_bytes, pages=pages

@@ -63,7 +63,7 @@ def _certify(arguments: argparse.Namespace) -> Certificate:
     from bi_jax.models.checkpoint import find_demo_model
 
     from .certify_engine import certify
-    from .config import EngineConfig
+    from .config import CPU_CACHE_BYTES, EngineConfig
     from .engine import Engine
     from .flags import enable_compilation_cache
 
@@ -77,6 +77,8 @@ def _certify(arguments: argparse.Namespace) -> Certificate:
             max_num_batched_tokens=arguments.max_num_batched_tokens,
             token_buckets=_buckets(arguments.max_num_seqs, arguments.max_num_batched_tokens),
             max_model_len=arguments.max_model_len,
+            # Small, since the battery makes further engines on the same device.
+            cache_bytes=CPU_CACHE_BYTES,
         ),
     )
     filters = arguments.filters

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+CPU_CACHE_BYTES = 256 * 2**20
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -14,8 +16,12 @@ class EngineConfig:
         to max_num_batched_tokens.
       page_size: (schedule) tokens a cache page; it must divide the attention's KV block or be a
         multiple of it.
-      num_pages: (schedule) pages in the cache; None: as many as `cache_bytes` holds.
-      cache_bytes: (schedule) size of the cache when num_pages is None.
+      num_pages: (schedule) pages in the cache; None: as `cache_bytes` says.
+      cache_bytes: (schedule) size of the cache when num_pages is None. None: on a GPU what
+        `memory_fraction` leaves, on a CPU 256 MiB.
+      memory_fraction: (schedule) share of what the process may take of a GPU (JAX's own limit is
+        XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75 of the memory where it is not set) that weights, steps
+        and cache fill together.
       max_model_len: (schedule) longest sequence, prompt included; None: the model's context.
       prefix_caching: (schedule) prompts that begin alike share the pages of that beginning, also
         with requests that are done. A prompt whose own log-probabilities are asked for is computed
@@ -27,6 +33,8 @@ class EngineConfig:
       overlap: (schedule) hand the next step to the device before the tokens of this one are looked
         at, where nothing but those tokens is missing: every completion draws and nobody waits. A
         completion that ends by a stop token or string costs one more row.
+      compilation_cache: (schedule) keep compiled programs on disk, for the whole process, where
+        `bi_jax.flags.default_compilation_cache_dir` says; a directory that JAX was given stays.
       max_num_requests: (schedule) requests that may be running or waiting at once; more are
         refused. None: no limit.
       audit: (no schedule, but it cannot change a bit either) audit each compiled step before it
@@ -38,24 +46,28 @@ class EngineConfig:
     token_buckets: tuple[int, ...] | None = None
     page_size: int = 64
     num_pages: int | None = None
-    cache_bytes: int = 256 * 2**20
+    cache_bytes: int | None = None
+    memory_fraction: float = 0.94
     max_model_len: int | None = None
     prefix_caching: bool = True
     decode_steps: int = 1
     overlap: bool = True
+    compilation_cache: bool = True
     max_num_requests: int | None = None
     audit: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "cache_bytes"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
             _require_positive(name, getattr(self, name))
         _require_positive("decode_steps", self.decode_steps)
-        for name in ("num_pages", "max_model_len", "max_num_requests"):
+        for name in ("num_pages", "cache_bytes", "max_model_len", "max_num_requests"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
-        for name in ("prefix_caching", "overlap", "audit"):
+        for name in ("prefix_caching", "overlap", "compilation_cache", "audit"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={self.memory_fraction!r} must be in (0, 1]")
         buckets = self.token_buckets
         if buckets is not None:
             for bucket in buckets:
@@ -68,13 +80,17 @@ class EngineConfig:
                     f"{self.max_num_batched_tokens}"
                 )
 
-    def buckets(self) -> tuple[int, ...]:
-        """The row counts that steps are compiled for."""
+    def buckets(self, platform: str = "cpu") -> tuple[int, ...]:
+        """The row counts that steps are compiled for; a step that nobody needs never is."""
         if self.token_buckets is not None:
             return self.token_buckets
-        # One row has a loop of its own on a CPU; a step that nobody needs is never compiled.
-        decode = min(max(self.max_num_seqs, 16), self.max_num_batched_tokens)
-        return tuple(sorted({1, decode, self.max_num_batched_tokens}))
+        most = self.max_num_batched_tokens
+        if platform == "cpu":
+            # One row has a loop of its own there.
+            return tuple(sorted({1, min(max(self.max_num_seqs, 16), most), most}))
+        # Rows come in eights, and a step may compute four times the rows it needs, but no more.
+        between = {8 * 4**power for power in range(12) if 8 * 4**power < most}
+        return tuple(sorted({*between, min(max(self.max_num_seqs, 8), most), most}))
 
 
 def _require_positive(name: str, value: int) -> None:

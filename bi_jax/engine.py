@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,10 @@ from bi_jax.models.parallel_layout import ParallelLayout
 from bi_jax.models.transformer import Transformer, build_transformer
 
 from .active import ActiveRequest
+from .cache_size import plan_pages
 from .config import EngineConfig
+from .flags import enable_compilation_cache
 from .identity import Identity, digest_of_state, identity_of
-from .kv_cache import bytes_a_page
 from .ops import pick_backends, transformer_ops
 from .progress import Progress
 from .request import Request, RequestOutput, SamplingParams
@@ -89,7 +90,11 @@ class Engine(StepLoop):
                 f"max_model_len={self.max_model_len} must not exceed the model's context of "
                 f"{model.config.max_position} tokens"
             )
-        num_pages = self._num_pages()
+        if self.config.compilation_cache and jax.config.jax_enable_compilation_cache:
+            enable_compilation_cache()
+        num_pages, self.cache_size = plan_pages(
+            self.config, model.config, max_model_len=self.max_model_len, placer=self.placer
+        )
         scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=self.config.max_num_seqs,
@@ -105,7 +110,7 @@ class Engine(StepLoop):
             model,
             self.ops,
             RunnerConfig(
-                token_buckets=self.config.buckets(),
+                token_buckets=self.config.buckets(jax.default_backend()),
                 max_num_seqs=self.config.max_num_seqs,
                 num_pages=num_pages,
                 page_size=self.config.page_size,
@@ -324,6 +329,29 @@ class Engine(StepLoop):
         return twin
 
     @locked
+    def warm_up(self, *, note: Callable[[str], None] = lambda text: None) -> None:
+        """Compiles the step of every token bucket before a request needs it, side by side.
+
+        Steps with filtered rows, with most likely tokens or with prompts to be scored are compiled
+        when they come up.
+
+        Args:
+          note: told of each program that is done, and of its seconds.
+
+        Raises:
+          AuditError: a program computes floats outside our ops.
+        """
+        steps = []
+        for bucket in self.runner.config.token_buckets:
+            steps.append(self.runner.blank_step(bucket))
+            # Only steps of at most one token a sequence draw several at once.
+            if self.config.decode_steps > 1 and bucket < 2 * self.config.max_num_seqs:
+                steps.append(self.runner.blank_step(bucket, steps=self.config.decode_steps))
+        with ThreadPoolExecutor(len(steps), thread_name_prefix="bi-jax-compile") as pool:
+            for step, seconds in zip(steps, pool.map(self.runner.compile, steps), strict=True):
+                note(f"compiled a step of {step.program[0]} tokens in {seconds:.1f} s")
+
+    @locked
     def update_weights(self, state: nnx.State) -> None:
         """Replaces the model's parameters by a cast copy, without compiling anything again.
 
@@ -355,16 +383,6 @@ class Engine(StepLoop):
     def _submit_digest(self) -> Future[str]:
         whole = self.runner.whole_parameters()
         return self._hashing.submit(digest_of_state, self.runner.state, whole=whole)
-
-    def _num_pages(self) -> int:
-        pages_of_one = -(-self.max_model_len // self.config.page_size)
-        if self.config.num_pages is not None:
-            return self.config.num_pages
-        heads = None if self.placer is None else self.placer.layout.slots
-        page_bytes = bytes_a_page(self.model_config, self.config.page_size, heads=heads)
-        fit = self.config.cache_bytes // page_bytes
-        most = pages_of_one * self.config.max_num_seqs
-        return max(pages_of_one, min(fit, most))
 
 
 def _check_layout(model: Transformer, layout: ParallelLayout | None, ops: Any) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from .flag_table import COMPILER_OPTIONS, NCCL_VARIABLES, PROCESS_FLAGS, Flag, Value
 
@@ -200,6 +201,8 @@ def enable_compilation_cache(directory: Path | None = None) -> Path | None:
         return None
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    # JAX looks once, when it first compiles, whether there is a cache; now it looks again.
+    compilation_cache.reset_cache()
     return directory
 
 

@@ -110,7 +110,7 @@ def _engine(arguments: argparse.Namespace) -> Engine:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
     )
-    return Engine.from_pretrained(
+    engine = Engine.from_pretrained(
         arguments.model if arguments.model is not None else find_demo_model(),
         dtype=arguments.dtype,
         tokenizer=arguments.tokenizer,
@@ -118,6 +118,9 @@ def _engine(arguments: argparse.Namespace) -> Engine:
         tensor_parallel_size=arguments.tensor_parallel_size,
         tp_invariant=arguments.tp_invariant,
     )
+    if engine.cache_size is not None:
+        print(engine.cache_size, file=sys.stderr)
+    return engine
 
 
 def _sampling_params(arguments: argparse.Namespace) -> SamplingParams:

@@ -24,7 +24,8 @@ from .batch import LogitRow, TokenArrays, arrays_one_on, bucket_for, token_array
 from .kv_cache import make_cache
 from .sampling import SamplingRows, TokenBackends, TokenChoice, sample, stack_rows
 from .sampling_rows import RowSampling
-from .scheduler import StepPlan
+from .scheduler import PlannedSequence, StepPlan
+from .scheduler import Sequence as ScheduledSequence
 from .sharding import Placer
 
 
@@ -224,9 +225,43 @@ class Runner:
         self._cache, choice = self.step_program(*arguments, **step.statics)
         return choice
 
-    def compile(self, step: StepArguments) -> None:
-        """Compiles a step's program without running it; several threads may, for several steps."""
+    def compile(self, step: StepArguments) -> float:
+        """Compiles a step's program without running it; several threads may, for several steps.
+
+        Returns:
+          The seconds that it took.
+        """
+        started = time.perf_counter()
         self.step_program.compile(*self._arguments(step), **step.statics)
+        seconds = time.perf_counter() - started
+        self.programs.setdefault(step.program, seconds)
+        return seconds
+
+    def blank_step(
+        self, tokens: int, *, logit_rows: int | None = None, steps: int = 1
+    ) -> StepArguments:
+        """A step that only has the shapes of one, for `compile`.
+
+        Args:
+          tokens: at most the largest bucket.
+          logit_rows: None: as many as a step that draws needs.
+          steps: in one dispatch.
+        """
+        config = self.config
+        bucket = bucket_for(tokens, config.token_buckets)
+        item = PlannedSequence(ScheduledSequence(seq_id=-1, token_ids=[0]), 0, 1, (0,))
+        return StepArguments(
+            tokens=token_arrays(
+                StepPlan(items=(item,)),
+                num_rows=bucket,
+                num_requests=config.max_num_seqs,
+                pages_a_request=config.pages_a_request,
+            ),
+            rows=self._logit_rows([], size=logit_rows or min(bucket, config.max_num_seqs)),
+            top=0,
+            filters=False,
+            steps=steps,
+        )
 
     def _arguments(self, step: StepArguments, tokens: jax.Array | None = None) -> tuple[Any, ...]:
         named = step.tokens.tokens if tokens is None else tokens

@@ -13,6 +13,8 @@ from tests import shape_checks
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_legacy_prng_key", "error")
+# Engines turn the cache on; a test must not find what another run has left.
+jax.config.update("jax_enable_compilation_cache", False)
 # So that sharded code can be tried on a CPU.
 jax.config.update("jax_num_cpu_devices", 8)
 
