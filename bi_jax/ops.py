@@ -13,7 +13,7 @@ from bi_jax.models.parallel_layout import ParallelLayout
 from bi_jax.pallas_kernels.attention import attention, write_pages
 from bi_jax.pallas_kernels.attention import topology_for as attention_topology
 from bi_jax.pallas_kernels.log_softmax import topology_for as log_softmax_topology
-from bi_jax.pallas_kernels.matmul import MatmulTopology, matmul, swiglu_matmul
+from bi_jax.pallas_kernels.matmul import MatmulTopology, matmul, segmented_matmul, swiglu_matmul
 from bi_jax.pallas_kernels.primitive import HOPPER, REFERENCE
 from bi_jax.pallas_kernels.rms_norm import add_rms_norm, rms_norm
 from bi_jax.pallas_kernels.rms_norm import topology_for as norm_topology
@@ -22,7 +22,7 @@ from bi_jax.pallas_kernels.rope import topology_for as rope_topology
 from bi_jax.pallas_kernels.sampling import topology_for as sampling_topology
 
 from .kv_cache import LayerPages
-from .row_products import cut_products, describe
+from .row_products import cut_products, describe, layout_for
 from .sampling import TokenBackends
 
 
@@ -90,8 +90,8 @@ def transformer_ops(
       layout: where the weights lie; None: on one device. Of a degree above 1 the ops run under
         `shard_map` over the axis "tp".
     """
-    layout = layout or ParallelLayout(config=config, degree=1)
     names = Backends.all(backend) if isinstance(backend, str) else backend
+    layout = layout or layout_for(config, degree=1, backend=names.matmul)
     products = MatmulTopology()
     norms = norm_topology(hidden_size=config.hidden_size)
     rotation = rope_topology(head_dim=config.head_dim)
@@ -105,6 +105,7 @@ def transformer_ops(
         "sampling": sampling_topology(vocab_size=config.vocab_size),
     }
     product = _bind(matmul, names.matmul, products)
+    segmented = functools.partial(segmented_matmul, backend=names.matmul)
     return TransformerOps(
         matmul=product,
         swiglu_matmul=_bind(swiglu_matmul, names.matmul, products),
@@ -112,7 +113,7 @@ def transformer_ops(
         add_rms_norm=_bind(add_rms_norm, names.rms_norm, norms),
         rope=_bind(rope, names.rope, rotation),
         attend=functools.partial(_attend, backend=names.attention, topology=mixing),
-        **cut_products(layout, product, merge=names.merge),
+        **cut_products(layout, product, segmented, merge=names.merge),
         description=(
             *((name, f"{getattr(names, name)}: {topology}") for name, topology in chosen.items()),
             *describe(layout),

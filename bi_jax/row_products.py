@@ -20,10 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bi_jax.models.config import TP_INVARIANT
+from bi_jax.models.config import TP_INVARIANT, TransformerConfig
 from bi_jax.models.ops import whole_products
-from bi_jax.models.parallel_layout import ABSENT, ParallelLayout
+from bi_jax.models.parallel_layout import ABSENT, K_STEP, ParallelLayout
 from bi_jax.pallas_kernels.embedding import embedding
+from bi_jax.pallas_kernels.matmul.kernel_hopper import K_MULTIPLE as HOPPER_K_MULTIPLE
+from bi_jax.pallas_kernels.primitive import HOPPER
 
 from .collectives import exact_psum_of_one, gather_along, ordered_psum, tree_psum
 
@@ -32,13 +34,25 @@ TENSOR_AXIS = "tp"
 Product = Callable[..., jax.Array]
 
 
-def cut_products(layout: ParallelLayout, matmul: Product, *, merge: str) -> dict[str, Product]:
+def layout_for(config: TransformerConfig, *, degree: int, backend: str) -> ParallelLayout:
+    """The layout over `degree` ranks, segments filled up to what a matmul's backend takes.
+
+    Raises:
+      ValueError: the degree does not fit the topology.
+    """
+    multiple = HOPPER_K_MULTIPLE if backend == HOPPER else K_STEP
+    return ParallelLayout(config=config, degree=degree, k_multiple=multiple)
+
+
+def cut_products(
+    layout: ParallelLayout, matmul: Product, segmented: Product, *, merge: str
+) -> dict[str, Product]:
     """`out_product`, `down_product`, `embed` and `logits` of a layout.
 
     Args:
       layout: where the weights lie. Of degree 1 the weights may also be whole, as in a checkpoint;
         they are then cut inside the program, to the same bits.
-      matmul: backend and topology bound.
+      matmul, segmented: `matmul` and `segmented_matmul`, backend and topology bound.
       merge: backend of the merge.
 
     Returns:
@@ -50,36 +64,40 @@ def cut_products(layout: ParallelLayout, matmul: Product, *, merge: str) -> dict
     axis = TENSOR_AXIS if layout.degree > 1 else None
     tree = layout.config.topology == TP_INVARIANT
 
-    def row_product(
-        x: Sequence[jax.Array], weight: Sequence[jax.Array], num_rows: Any, dtype: Any
+    def row_product(x: jax.Array, weight: jax.Array, num_rows: Any) -> jax.Array:
+        """x [T, segments * K], weight [segments, D, K] of this rank -> [T, D] on every rank."""
+        if axis is None:
+            return segmented(x, weight, num_rows=num_rows)
+        out_dtype = x.dtype.name
+        if not tree:
+            part = matmul(x, weight[0], num_rows=num_rows, out_dtype="float32")
+            return ordered_psum(part, axis, out_dtype=out_dtype, backend=merge)
+        part = segmented(x, weight, num_rows=num_rows, out_dtype="float32")
+        return tree_psum(part[None], axis, out_dtype=out_dtype, backend=merge)
+
+    def whole_product(
+        x: jax.Array, weight: jax.Array, cuts: Sequence[int], depth: int, num_rows: Any
     ) -> jax.Array:
+        """x [T, K], weight [D, K] -> [T, D] on one device, the same sums; differentiable."""
         parts = [
             matmul(part, piece, num_rows=num_rows, out_dtype="float32")
-            for part, piece in zip(x, weight, strict=True)
+            for part, piece in zip(_split(x, cuts, depth), _split(weight, cuts, depth), strict=True)
         ]
-        if tree:
-            return tree_psum(jnp.stack(parts), axis, out_dtype=dtype.name, backend=merge)
-        assert axis is not None
-        (part,) = parts
-        return ordered_psum(part, axis, out_dtype=dtype.name, backend=merge)
+        return tree_psum(jnp.stack(parts), None, out_dtype=x.dtype.name, backend=merge)
 
     def out_product(mixed: jax.Array, weight: jax.Array, *, num_rows: jax.Array) -> jax.Array:
         if weight.ndim == 2:
             cuts = [cut * layout.config.head_dim for cut in layout.head_cuts]
-            x = _split(mixed.reshape(mixed.shape[0], -1), cuts, layout.out_depth)
-            pieces = _split(weight, cuts, layout.out_depth)
-        else:
-            x = _columns(_segments_of_heads(mixed, layout), layout.local_segments, weight.shape[2])
-            pieces = list(weight)
-        return row_product(x, pieces, num_rows, mixed.dtype)
+            flat = mixed.reshape(mixed.shape[0], -1)
+            return whole_product(flat, weight, cuts, layout.out_depth, num_rows)
+        x = _filled(_segments_of_heads(mixed, layout), weight.shape)
+        return row_product(x, weight, num_rows)
 
     def down_product(hidden: jax.Array, weight: jax.Array, *, num_rows: jax.Array) -> jax.Array:
         if weight.ndim == 2:
-            x, pieces = (_split(a, layout.width_cuts, layout.down_depth) for a in (hidden, weight))
-        else:
-            x = _columns(hidden, layout.local_segments, weight.shape[2])
-            pieces = list(weight)
-        return row_product(x, pieces, num_rows, hidden.dtype)
+            cuts = layout.width_cuts
+            return whole_product(hidden, weight, cuts, layout.down_depth, num_rows)
+        return row_product(hidden, weight, num_rows)
 
     if axis is None:
         return {**whole_products(matmul), "out_product": out_product, "down_product": down_product}
@@ -106,11 +124,14 @@ def _split(array: jax.Array, cuts: Sequence[int], depth: int) -> list[jax.Array]
     return [jnp.pad(part, ((0, 0), (0, depth - part.shape[1]))) for part in parts]
 
 
-def _columns(x: jax.Array, segments: int, depth: int) -> list[jax.Array]:
-    """[T, segments * K] as segments, each with zeros up to `depth`."""
+def _filled(x: jax.Array, weight: Sequence[int]) -> jax.Array:
+    """[T, segments * k] with each segment filled up to the K of a weight [segments, D, K]."""
+    segments, _, depth = weight
+    if x.shape[1] == segments * depth:
+        return x
     x = x.reshape(x.shape[0], segments, -1)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, depth - x.shape[2])))
-    return [x[:, segment] for segment in range(segments)]
+    return x.reshape(x.shape[0], -1)
 
 
 def _segments_of_heads(mixed: jax.Array, layout: ParallelLayout) -> jax.Array:

@@ -22,11 +22,9 @@ from bi_jax.models import axes
 from bi_jax.models.checkpoint import find_model, load_params
 from bi_jax.models.checkpoint.plan import parameter_shapes
 from bi_jax.models.config import TransformerConfig
-from bi_jax.models.parallel_layout import K_STEP, ParallelLayout
-from bi_jax.pallas_kernels.matmul.kernel_hopper import K_MULTIPLE as HOPPER_K_MULTIPLE
-from bi_jax.pallas_kernels.primitive import HOPPER
+from bi_jax.models.parallel_layout import ParallelLayout
 
-from .row_products import TENSOR_AXIS
+from .row_products import TENSOR_AXIS, layout_for
 
 FSDP_AXIS = "fsdp"
 MESH_AXES = (FSDP_AXIS, TENSOR_AXIS)
@@ -108,8 +106,7 @@ def model_placer(
     Raises:
       ValueError: the degree does not fit the topology, the devices or the mesh.
     """
-    multiple = HOPPER_K_MULTIPLE if backends.matmul == HOPPER else K_STEP
-    layout = ParallelLayout(config=config, degree=degree, k_multiple=multiple)
+    layout = layout_for(config, degree=degree, backend=backends.matmul)
     if mesh is not None and mesh.shape.get(TENSOR_AXIS) != degree:
         raise ValueError(
             f"tensor_parallel_size={degree} must be the size of the mesh's axis "
