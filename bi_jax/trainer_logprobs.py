@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float32, Int32
 
 from bi_jax.models.config import TransformerConfig
@@ -22,6 +23,7 @@ from .kv_cache import make_cache
 from .ops import pick_backends, transformer_ops
 from .sampling_params import inverse_temperature
 from .token_layout import PAGE_SIZE, TokenLayout, lay_out, pages_for
+from .trainer_mesh import RowMesh, pad_rows
 
 HEAD_ROWS = 512  # rows whose logits exist at a time in the forward pass; schedule
 
@@ -37,6 +39,7 @@ def token_logprobs(
     *,
     max_segments: int = 1,
     scan_layers: bool = False,
+    mesh: Mesh | None = None,
 ) -> Float32[Array, "B T"]:
     """log p(tokens[b, t] | what precedes it in its sequence), as the engine reports it.
 
@@ -58,6 +61,9 @@ def token_logprobs(
         with a sequence longer than the model's context.
       scan_layers: static, schedule: compile the blocks once, over a stacked copy of their
         parameters.
+      mesh: static, schedule: the devices of a trainer, such as a mesh of ("fsdp", "tp"). Rows go
+        over all of them, a power of two to each; parameters, stored as `sharding.TRAINER_RULES`
+        has them, are gathered; gradients lie like parameters. None: one device.
 
     Returns:
       float32 [B, T]. The first token of a sequence and padding have 0.0 and no gradient.
@@ -67,12 +73,18 @@ def token_logprobs(
       NotImplementedError: mode "processed", whose cut has no derivative.
 
     Invariance: logp[b, t] depends on the parameters, on its sequence's tokens up to t, mode,
-    temperature and the ops' topology: not on B, T, padding, packing, remat or the program around
-    it; it is what the engine emitted for that token. The gradient is a sum over rows by the tree
-    of `gradient_sum`, and within a row over its tokens in ascending blocks. Each row's gradient of
-    a weight is rounded once to the compute dtype, then everything is added in the parameters'.
+    temperature and the ops' topology: not on B, T, padding, packing, remat, the mesh or the program
+    around it; it is what the engine emitted for that token. The gradient is a sum over rows by the
+    tree of `gradient_sum`, and within a row over its tokens in ascending blocks. Each row's
+    gradient of a weight is rounded once to the compute dtype, then everything is added in the
+    parameters'.
     """
     _check(tokens, positions, segment_ids)
+    if model.layout is not None:
+        raise ValueError(
+            "token_logprobs: the parameters must lie as in a checkpoint, and this model's are laid "
+            f"out over ranks for tensor_parallel_size={model.layout.degree}"
+        )
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     call = _Call(
         graph=graph,
@@ -81,8 +93,12 @@ def token_logprobs(
         inv_temperature=_inverse(temperature, mode),
         max_segments=max_segments,
         scan_layers=scan_layers,
+        mesh=None if mesh is None or mesh.size == 1 else RowMesh(mesh=mesh),
     )
-    return _logprobs(call, params, rest, _Rows(tokens, positions, segment_ids))
+    rows = _Rows(tokens, positions, segment_ids)
+    if call.mesh is None:
+        return _logprobs(call, params, rest, rows)
+    return _logprobs(call, params, rest, rows.padded(call.mesh))[: tokens.shape[0]]
 
 
 @functools.cache
@@ -98,6 +114,18 @@ class _Rows(NamedTuple):
     positions: jax.Array | None
     segment_ids: jax.Array | None
 
+    def padded(self, mesh: RowMesh) -> "_Rows":
+        """With rows of padding, so that each device has as many."""
+        count = mesh.padded(self.tokens.shape[0])
+        ids = self.segment_ids
+        if ids is None:
+            ids = jnp.ones(self.tokens.shape, jnp.int32)
+        return _Rows(
+            pad_rows(self.tokens, count),
+            None if self.positions is None else pad_rows(self.positions, count, 1),
+            pad_rows(ids, count),
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
@@ -109,6 +137,7 @@ class _Call:
     inv_temperature: float
     max_segments: int
     scan_layers: bool
+    mesh: RowMesh | None
 
     def lay_out(self, rows: _Rows) -> TokenLayout:
         return lay_out(*rows, max_segments=self.max_segments, max_position=self.config.max_position)
@@ -116,24 +145,38 @@ class _Call:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logprobs(call: _Call, params: nnx.State, rest: nnx.State, rows: _Rows) -> jax.Array:
+    of_rows = functools.partial(_forward, call)
+    gradients = functools.partial(_gradient, call)
+
     @jax.custom_vjp
     def run(params: nnx.State, rest: nnx.State, rows: _Rows) -> jax.Array:
-        return _forward(call, params, rest, rows)
+        if call.mesh is None:
+            return of_rows(params, rest, rows)
+        return call.mesh.map_rows(of_rows, params, rest, rows)
 
     def forward(params: nnx.State, rest: nnx.State, rows: _Rows) -> tuple[jax.Array, Any]:
-        return _forward(call, params, rest, rows), (params, rest, rows)
+        return run(params, rest, rows), (params, rest, rows)
 
     def backward(saved: Any, cotangent: jax.Array) -> tuple[nnx.State, None, None]:
         params, rest, rows = saved
-
-        def one_row(row: tuple[_Rows, jax.Array]) -> nnx.State:
-            row = jax.tree.map(lambda a: a[None], row)
-            return _row_gradient(call, params, rest, *row)
-
-        return sum_over(one_row, (rows, cotangent)), None, None
+        if call.mesh is None:
+            return gradients(params, rest, (rows, cotangent)), None, None
+        return call.mesh.sum_rows(gradients, params, rest, (rows, cotangent)), None, None
 
     run.defvjp(forward, backward)
     return run(params, rest, rows)
+
+
+def _gradient(
+    call: _Call, params: nnx.State, rest: nnx.State, rows: tuple[_Rows, jax.Array]
+) -> nnx.State:
+    """The parameters' gradient of all rows."""
+
+    def one_row(row: tuple[_Rows, jax.Array]) -> nnx.State:
+        row = jax.tree.map(lambda a: a[None], row)
+        return _row_gradient(call, params, rest, *row)
+
+    return sum_over(one_row, rows)
 
 
 def _forward(call: _Call, params: nnx.State, rest: nnx.State, rows: _Rows) -> jax.Array:
