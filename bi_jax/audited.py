@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from .audit_program import AuditReport, audit_compiled
+from .program_store import ProgramStore, fresh_compilation
 
 
 class AuditedJit:
@@ -17,13 +18,22 @@ class AuditedJit:
     Args:
       fn: as for `jax.jit`.
       audited: whether to audit; without it programs are compiled and run in the same way.
+      store: where programs that passed are kept for other processes; None: nowhere. One that is
+        found there was audited by the process that wrote it, and its report comes with it.
       static_argnames, jit: as for `jax.jit`.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, audited: bool, static_argnames: Sequence[str], **jit: Any
+        self,
+        fn: Callable[..., Any],
+        *,
+        audited: bool,
+        static_argnames: Sequence[str],
+        store: ProgramStore | None = None,
+        **jit: Any,
     ) -> None:
         self.audited = audited
+        self._store = store if audited else None
         self._static = frozenset(static_argnames)
         self._jitted = jax.jit(fn, static_argnames=tuple(static_argnames), **jit)
         self._programs: dict[Hashable, Any] = {}
@@ -65,6 +75,20 @@ class AuditedJit:
         }
 
     def _compile(self, key: Hashable, *args: Any, **kwargs: Any) -> Any:
+        if self._store is None:
+            return self._make(key, *args, **kwargs)
+        path = self._store.path(args, kwargs)
+        dynamic = {name: value for name, value in kwargs.items() if name not in self._static}
+        found = self._store.load(path, args, dynamic)
+        if found is not None:
+            program, self.reports[key] = found
+            return program
+        with fresh_compilation():
+            program = self._make(key, *args, **kwargs)
+        self._store.save(path, program, self.reports[key])
+        return program
+
+    def _make(self, key: Hashable, *args: Any, **kwargs: Any) -> Any:
         traced = self._jitted.trace(*args, **kwargs)
         compiled = traced.lower().compile()
         if self.audited:

@@ -100,8 +100,10 @@ def _engine(arguments: argparse.Namespace) -> Engine:
     from .config import EngineConfig
     from .engine import Engine
     from .flags import enable_compilation_cache
+    from .program_store import enable_program_store
 
-    enable_compilation_cache()
+    cache = enable_compilation_cache()
+    enable_program_store(cache and cache / "audited")
     if arguments.tensor_parallel_size > 1:
         # So that it can be tried on a CPU, whose cores count as one device otherwise.
         jax.config.update("jax_num_cpu_devices", arguments.tensor_parallel_size)

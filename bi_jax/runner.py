@@ -22,6 +22,7 @@ from . import flags
 from .audited import AuditedJit
 from .batch import LogitRow, TokenArrays, arrays_one_on, bucket_for, token_arrays
 from .kv_cache import make_cache
+from .program_store import ProgramStore, program_store
 from .sampling import SamplingRows, TokenBackends, TokenChoice, sample, stack_rows
 from .sampling_rows import RowSampling
 from .scheduler import PlannedSequence, StepPlan
@@ -129,6 +130,7 @@ class Runner:
         self.step_program = AuditedJit(
             self._step_function if placer is None else self._step_on_ranks,
             audited=audited,
+            store=self._program_store(options) if placer is None else None,
             static_argnames=("top", "filters", "steps"),
             donate_argnames=("cache",),
             compiler_options=options,
@@ -136,6 +138,11 @@ class Runner:
         self.programs: dict[tuple[int, int, int, bool, int], float] = {}
         self.buckets_used: set[int] = set()
         self._stacked: _Stacked | None = None
+
+    def _program_store(self, options: Any) -> ProgramStore | None:
+        """Where this runner's programs may be kept; see there for what else tells them apart."""
+        parts = {"graph": self._graph, "model": self.model_config, "ops": self._ops.description}
+        return program_store({**parts, "backend": self._backend, "options": options})
 
     def step_arguments(self, plan: StepPlan, rows: Sequence[LogitRow]) -> StepArguments:
         """The host arrays of a step, in the smallest buckets that hold it."""

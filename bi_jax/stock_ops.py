@@ -6,6 +6,7 @@ their fixtures could have failed, benchmarks to say what the contract costs.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -20,15 +21,19 @@ from .kv_cache import LayerPages
 WIDE = 32  # rows from which weights are better the right operand
 
 
-def stock_ops() -> TransformerOps:
-    """The ops record in plain jnp. Invariance: none."""
+def stock_ops(*, by_rows: bool = False) -> TransformerOps:
+    """The ops record in plain jnp. Invariance: none.
+
+    Args:
+      by_rows: attend one row at a time, the faster form at decode on a CPU; it has no gradient.
+    """
     return TransformerOps(
         matmul=_matmul,
         swiglu_matmul=_swiglu_matmul,
         rms_norm=_rms_norm,
         add_rms_norm=_add_rms_norm,
         rope=_rope,
-        attend=_attend,
+        attend=_attend_by_rows if by_rows else _attend,
         **whole_products(_matmul),
         description=(("all", "stock jnp: not batch-invariant"),),
     )
@@ -137,3 +142,59 @@ def _attend(
     weights = jax.nn.softmax(flat, axis=-1).astype(v.dtype).reshape(shape)
     values = jnp.where(seen.reshape(-1, shape[3], 1, shape[4], 1), values, jnp.zeros((), v.dtype))
     return jnp.einsum("tngps,tpnsd->tngd", weights, values).astype(q.dtype), pages
+
+
+def _attend_by_rows(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: LayerPages,
+    batch: Any,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[jax.Array, LayerPages]:
+    """`_attend` a row at a time, over the pages in use.
+
+    At decode this beats gathering every row's pages for one batched product, in half the CPU time
+    (a product of 3 x 64 by 64 x 64 costs less than the copies and the library's threads do).
+    """
+    pages = LayerPages(*write_pages(cache.k, cache.v, k, v, batch))
+    most = batch.page_table.shape[1]
+    counts = [n for n in (1 << i for i in range(most.bit_length())) if n < most] + [most]
+
+    def one(i: jax.Array, out: jax.Array) -> jax.Array:
+        heads, position = q[i], batch.positions[i]
+        table = batch.page_table.at[batch.request[i]].get(mode="clip")
+        in_use = position // pages.k.shape[2] + 1
+        which = sum((in_use > n).astype(jnp.int32) for n in counts[:-1])
+
+        def mix(count: int, heads: jax.Array) -> jax.Array:
+            keys, values = lax.optimization_barrier(
+                (_first_pages(pages.k, table, count), _first_pages(pages.v, table, count))
+            )
+            place = jnp.arange(keys.shape[1], dtype=jnp.int32)
+            seen = place <= position
+            if window is not None:
+                seen &= place > position - window
+            # One product of a matrix and a vector for each query head of a group.
+            scores = [_float32("nsd,nd->ns", keys, heads[:, g]) for g in range(heads.shape[1])]
+            masked = jnp.where(seen, jnp.stack(scores, axis=1) * scale, -jnp.inf)
+            weights = jax.nn.softmax(masked, axis=-1).astype(v.dtype)
+            mixed = [_float32("ns,nsd->nd", weights[:, g], values) for g in range(heads.shape[1])]
+            return jnp.stack(mixed, axis=1).astype(q.dtype)
+
+        row = lax.switch(which, [functools.partial(mix, n) for n in counts], heads)
+        return lax.dynamic_update_index_in_dim(out, row, i, 0)
+
+    return lax.fori_loop(0, batch.num_tokens, one, jnp.zeros_like(q)), pages
+
+
+def _first_pages(pages: jax.Array, table: jax.Array, count: int) -> jax.Array:
+    """A request's first pages, from [P, Nkv, Tp, Dh] -> [Nkv, count Tp, Dh]."""
+    parts = [lax.dynamic_index_in_dim(pages, table[p], 0, keepdims=False) for p in range(count)]
+    return jnp.concatenate(lax.optimization_barrier(parts), axis=1)
+
+
+def _float32(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
