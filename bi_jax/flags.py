@@ -130,6 +130,11 @@ def in_force(platform: str | None = None) -> tuple[tuple[str, str], ...]:
     return tuple((f.name, f.text if f.name in known else "unknown option") for f in wanted)
 
 
+def process_flags() -> str:
+    """XLA_FLAGS as the environment has them, which our own programs are compiled under too."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
 def pin_flags(*, collectives: bool = True) -> dict[str, str]:
     """Sets XLA_FLAGS and NCCL variables for programs that are not ours; call it before JAX starts.
 

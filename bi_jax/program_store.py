@@ -30,6 +30,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from . import flags
 from .audit_report import AuditReport
 
 _CODE = ("bi_jax", "models", "pallas_kernels")
@@ -162,7 +163,7 @@ def context_of(context: Mapping[str, Any]) -> str:
         "processor": _processor(),
         "devices": [len(jax.devices("cpu")), os.cpu_count(), len(os.sched_getaffinity(0))],
         "settings": settings,
-        "flags": os.environ.get("XLA_FLAGS", ""),
+        "flags": flags.process_flags(),
     }
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
