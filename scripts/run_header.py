@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 import jax
 
 from bi_jax.versions import chip_name, library_versions
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def run_header(script: str) -> dict[str, Any]:
@@ -34,4 +37,4 @@ def _asked(*options: str) -> list[str]:
     if jax.default_backend() != "gpu" or shutil.which("nvidia-smi") is None:
         return []
     done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True)
-    return done.stdout.strip().splitlines()
+    return [_ANSI.sub("", line) for line in done.stdout.strip().splitlines()]
