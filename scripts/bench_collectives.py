@@ -31,25 +31,41 @@ SIZES_KIB = (4, 8, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16_384, 65_536, 131
 ROUNDS = 9
 ROUND_SECONDS = 0.05
 
+PEERS = "peer memory"  # one kernel that reads the peers' terms; only where it is asked for by name
+XLA_GATHER = "ordered one-shot, XLA gather kernel"
+GATHER_OPTIONS = {
+    "xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_GATHER",
+    "xla_gpu_experimental_enable_tiling_propagation": True,
+}
+
 Sum = Callable[[jax.Array], jax.Array]
 
 
-def contestants(backend: str) -> dict[str, tuple[str, Sum]]:
+def contestants(backend: str, ranks: int) -> dict[str, tuple[str, Sum]]:
     """Name -> dtype and the sum of a rank's term; every result in the term's dtype."""
     from bi_jax import collectives
+    from bi_jax.pallas_kernels.merge import MergeTopology
+    from bi_jax.pallas_kernels.merge.hopper_peers import merge_peers_hopper
 
     ordered = functools.partial(collectives.ordered_psum, axis_name="tp", backend=backend)
+    one_shot = functools.partial(ordered, one_shot_bytes=1 << 40)
 
     def tree(x: jax.Array) -> jax.Array:
         return collectives.tree_psum(x[None], "tp", backend=backend)
 
+    def peers(x: jax.Array) -> jax.Array:
+        topology = MergeTopology(order="ascending")
+        return merge_peers_hopper(x, axis="tp", ranks=ranks, out_dtype="float32", topology=topology)
+
     return {
         "psum float32": ("float32", lambda x: lax.psum(x, "tp")),
         "psum bfloat16": ("bfloat16", lambda x: lax.psum(x, "tp")),
-        "ordered one-shot": ("float32", functools.partial(ordered, one_shot_bytes=1 << 40)),
+        "ordered one-shot": ("float32", one_shot),
         "ordered two-shot": ("float32", functools.partial(ordered, one_shot_bytes=0)),
         "ordered": ("float32", ordered),
         "tree": ("float32", tree),
+        XLA_GATHER: ("float32", one_shot),
+        PEERS: ("float32", peers),
     }
 
 
@@ -66,20 +82,33 @@ def chain(total: Sum, length: int, mesh: Any) -> Any:
     return jax.jit(mapped)
 
 
+def check(total: Sum, mesh: Any, options: dict[str, Any]) -> None:
+    """Raises unless a sum that adds in rank order does so, before it is timed."""
+    from bi_jax.testing import assert_same_bits, operands
+
+    terms = operands.spread((mesh.size, 16, 1024), seed=1)
+    expected = functools.reduce(np.add, list(terms))
+    term = jax.device_put(terms, NamedSharding(mesh, P("tp")))
+    got = chain(total, 1, mesh).lower(term).compile(compiler_options=options)(term)
+    for shard in got.addressable_shards:
+        assert_same_bits(np.asarray(shard.data)[0], expected)
+
+
 def measure(kib: int, mesh: Any, backend: str, names: list[str]) -> dict[str, dict[str, float]]:
     """Microseconds and GB/s of every contestant, of a float32 term of `kib` KiB."""
     ranks, elements = mesh.size, kib * KIB // 4
     length = 32 if kib <= 2048 else 8
     place = NamedSharding(mesh, P("tp"))
     runs = {}
-    for name, (dtype, total) in contestants(backend).items():
+    for name, (dtype, total) in contestants(backend, ranks).items():
         if name not in names:
             continue
         # Zeros: a chain of sums of anything else overflows. What is moved and added is the same.
         term = jax.device_put(np.zeros((ranks, elements // 256, 256), jnp.dtype(dtype)), place)
-        compiled = chain(total, length, mesh).lower(term).compile()
+        options = GATHER_OPTIONS if name == XLA_GATHER else {}
+        compiled = chain(total, length, mesh).lower(term).compile(compiler_options=options)
         jax.block_until_ready(compiled(term))
-        runs[name] = (compiled, term, 4 * elements * jnp.dtype(dtype).itemsize // 4)
+        runs[name] = (compiled, term, elements * jnp.dtype(dtype).itemsize)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS):
         for name, (compiled, term, _) in runs.items():
@@ -103,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--virtual", type=int, metavar="N", help="N virtual devices of a CPU")
     parser.add_argument("--ranks", type=int, help="default: all devices")
     parser.add_argument("--largest-kib", type=int, default=SIZES_KIB[-1])
-    parser.add_argument("--only", help="names of contestants, separated by commas")
+    parser.add_argument("--only", help="names of contestants, with / between them")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args(argv)
     if arguments.virtual:
@@ -119,10 +148,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"a sum over devices needs two or more, and there are {len(jax.devices())}")
     mesh = make_mesh(tp=ranks)
     backend = REFERENCE if jax.default_backend() == "cpu" else HOPPER
-    known = list(contestants(backend))
-    names = arguments.only.split(",") if arguments.only else known
+    known = contestants(backend, ranks)
+    names = arguments.only.split("/") if arguments.only else [n for n in known if n != PEERS]
     if not set(names) <= set(known):
-        parser.error(f"--only must be of {', '.join(known)}")
+        parser.error(f"--only must be of {'/'.join(known)}")
+    for name in names:
+        if name.startswith("ordered") or name == PEERS:
+            check(known[name][1], mesh, GATHER_OPTIONS if name == XLA_GATHER else {})
     report: dict[str, Any] = {**run_header(__file__), "ranks": ranks, "rounds": ROUNDS, "sizes": []}
     print(f"{ranks} x {report['device']}; microseconds (bus GB/s)", flush=True)
     for kib in SIZES_KIB:
