@@ -37,7 +37,7 @@ def make_engine(model, ops=None, *, buckets=BUCKETS, **settings):
         max_num_batched_tokens=buckets[-1],
         token_buckets=buckets,
         max_model_len=1024,
-        num_pages=640,
+        num_pages=560,
         **settings,
     )
     return Engine(model, config=config, ops=ops)
@@ -45,7 +45,9 @@ def make_engine(model, ops=None, *, buckets=BUCKETS, **settings):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return make_engine(model)
+    engine = make_engine(model)
+    engine.warm_up(note=print)
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_scored_as_prompts(engine, load, expected):
 
 def test_scored_by_the_trainer(model, expected):
     """`bi_jax.score` recomputes the log-probabilities in the trainer's program, in bfloat16."""
-    for out, rows in zip(expected, score(model, expected, rows=8), strict=True):
+    for out, rows in zip(expected, score(model, expected, rows=4), strict=True):
         assert_same_bits(rows[0], out.outputs[0].logprobs)
 
 
