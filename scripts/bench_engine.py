@@ -13,6 +13,7 @@ many requests as the largest decode step holds, with prompts and completions of 
 import argparse
 import concurrent.futures
 import dataclasses
+import datetime
 import json
 import pathlib
 import statistics
@@ -23,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_timing import copy_bandwidth, header
+from device_timing import copy_bandwidth
 from engine_cases import (
     CASES,
     PARTS,
@@ -38,7 +39,7 @@ from engine_peer import make_caches, make_step, peer_params
 from engine_profile import by_class, by_name, kernels_of
 from flax import nnx
 
-from bi_jax import Engine, EngineConfig, RequestOutput, SamplingParams, ops, runner
+from bi_jax import Engine, EngineConfig, RequestOutput, SamplingParams, ops, runner, versions
 from bi_jax.batch import TokenArrays
 from bi_jax.kv_cache import make_cache
 from bi_jax.models import build_transformer
@@ -293,8 +294,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     bandwidth = 1e10 if arguments.tiny else copy_bandwidth()
     rate = matmul_rate(arguments.tiny)
     note(f"copy {bandwidth / 1e12:.3f} TB/s, product {rate / 1e12:.1f} TFLOP/s")
-    if not arguments.tiny:
-        result["header"] = header(bandwidth) | {"command": " ".join(sys.argv)}
+    result["header"] = header(bandwidth)
     result["matmul_tflop_s"] = round(rate / 1e12, 1)
     result["model"] = str(config)
     result["ops"] = dict(engine.ops.description)
@@ -330,6 +330,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         note("   ", row["stock"].get("classes_us"))
         save(result, arguments)
     return result
+
+
+def header(bandwidth: float) -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "chip": versions.chip_name(jax.devices()[0]),
+        "driver": versions.driver_version(),
+        "versions": dict(versions.library_versions(jax.default_backend())),
+        "command": "python scripts/bench_engine.py",
+        "copy_bandwidth_tb_s": round(bandwidth / 1e12, 3),
+    }
 
 
 def save(result: dict[str, Any], arguments: argparse.Namespace) -> None:

@@ -16,15 +16,14 @@ _SCOPE = re.compile(r'%?([\w.\-]+) = .*op_name="([^"]*)"')
 # Part of a kernel's name, or of the scope that JAX recorded for it, to the class that it is counted
 # in; the first that fits.
 CLASSES = (
-    ("bi_swiglu|swiglu", "gate_up product + SwiGLU"),
-    ("matmul|gemm|cutlass|cublas|nvjet|xmma|splitK|gemv", "products"),
+    ("bi_swiglu|swiglu", "gate and up, SwiGLU"),
+    ("matmul|gemm|cutlass|cublas|nvjet|xmma|splitK|gemv", "other products"),
     ("attention|sdpa|flash|cudnn|fmha", "attention"),
-    ("rms_norm|reduce_sum|rsqrt", "rms norm"),
-    ("rope", "rope + qk norm"),
-    ("choose|logprob|summary|merge|weights|walk|pick|argmax", "token choice"),
-    ("scatter|dynamic_update_slice", "page writes"),
-    ("sort|cub|cumsum", "work list"),
-    ("[Mm]emcpy|copy", "copies"),
+    ("rms_norm|rope|anonymous|rsqrt", "norms, rotation"),
+    ("bi_choose|bi_target|summary|merge|weights|walk|pick|argmax", "token choice"),
+    ("scatter", "page writes"),
+    ("sort|cub", "work list"),
+    ("input_concatenate", "scales put together"),
 )
 
 

@@ -1,11 +1,16 @@
 """Many schedules of one load, for tests of the engine on a card."""
 
+import functools
 import hashlib
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from bi_jax import Engine, RequestOutput, SamplingParams
+from bi_jax.models import Transformer, TransformerConfig, build_transformer, parameter_names
 
 TOKENS = 256
 REQUESTS = 64
@@ -14,6 +19,24 @@ LONGEST = 250  # with its completion no request is longer than 512 tokens
 LENGTHS = (1, 2, 5, 8, 17, 31, 33, 63, 64, 65, 77, 90, 127, 128, 129, 150, 191, 200, 249, LONGEST)
 
 Load = list[tuple[list[int], SamplingParams]]
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: jax.Array, *, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)
+
+
+def random_model(config: TransformerConfig) -> Transformer:
+    """Random weights made on the card, one small program a shape: all in one takes a minute."""
+    names = parameter_names(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), len(names))
+    params = {
+        name: jnp.ones(shape, config.dtype)
+        if name.endswith("scale")
+        else _normal(key, shape=shape, dtype=config.dtype)
+        for key, (name, shape) in zip(keys, names.items(), strict=True)
+    }
+    return build_transformer(config, params)
 
 
 def load_of(vocab: int, requests: int = REQUESTS, tokens: int = TOKENS) -> Load:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from bi_jax import Engine, EngineConfig, SamplingParams, score
-from bi_jax.models import build_transformer, random_params
 from bi_jax.models.families.qwen3 import QWEN3_0_6B
 from bi_jax.stock_ops import stock_ops
 from bi_jax.testing import assert_same_bits
@@ -16,6 +15,7 @@ from tests.gpu.engine_ways import (
     digest_of,
     distinct_tokens,
     load_of,
+    random_model,
     schedules,
     together,
     trickled,
@@ -27,8 +27,7 @@ BUCKETS = (8, 64, 512, 8192)
 
 @pytest.fixture(scope="module")
 def model():
-    config = QWEN3_0_6B.replace(max_position=4096)
-    return build_transformer(config, random_params(config, 0))
+    return random_model(QWEN3_0_6B.replace(max_position=4096))
 
 
 def make_engine(model, ops=None, *, buckets=BUCKETS, **settings):
