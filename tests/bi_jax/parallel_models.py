@@ -68,6 +68,8 @@ def parameters(config: TransformerConfig, seed: int = 0) -> dict[str, np.ndarray
             values *= np.exp2(rng.integers(-6, 3, shape)).astype(np.float32) * shape[-1] ** -0.5
         elif not name.startswith("embed"):
             values *= shape[-1] ** -0.5
+        elif config.tie_word_embeddings:
+            values *= 2.0**-5  # or each token would draw itself
         params[name] = values
     return params
 
