@@ -1,11 +1,12 @@
 """Offline tuning of the Hopper matmul's schedule table.
 
-    python scripts/tune_matmul.py lower programs/                  # anywhere
+    python scripts/tune_matmul.py lower programs/ [--open]         # anywhere
     python scripts/bench_kernels.py run programs/ --json out.json  # on the chip
     python scripts/tune_matmul.py table out.json                   # prints the table's entries
 
 A schedule whose float32 bits differ from the others' on spread operands is refused. Candidates come
-from a model of the time of one output tile, so that few have to be compiled.
+from a model of the time of one output tile, so that few have to be compiled. --open takes what the
+table has for most cells and tries other candidates only where they may still win.
 """
 
 import argparse
@@ -73,20 +74,19 @@ def few_rows(m: int, n: int, k: int, parts: int) -> list[Schedule]:
     else:
         found = [new(64, 64, tile_k=128, cluster_n=2), new(64, 128, tile_k=128)]
     if parts == 1:
-        tile_k = 256 if m <= 16 else 128
-        found.append(Schedule(tile_m=m, tile_n=64, tile_k=tile_k, swap=True, split="n"))
+        for tile_k in (256, 128):
+            found.append(Schedule(tile_m=m, tile_n=64, tile_k=tile_k, swap=True, split="n"))
+    if even * parts <= 32:
+        found += [new(64, even, tile_k=256), new(64, even, tile_k=256, cluster_n=2)]
+        found.append(new(64, even, tile_k=128, cluster_n=4))
     return found
 
 
 def some_rows(m: int, n: int, k: int, parts: int) -> list[Schedule]:
     new = functools.partial(normal_schedule, parts=parts, k=k)
     found = [new(tile_m, tile_n // parts) for tile_m, tile_n in tiles_of(m, n, parts)]
-    if m > 256 and parts == 1:  # rows that fill no tile of 64: swapped, tiles are multiples of 8
-        half = cdiv(m, 16) * 8
-        for tile_n, warpgroups in ((64, 1), (128, 2), (192, 3), (256, 2)):
-            swapped = functools.partial(Schedule, tile_m=half, swap=True, split="n")
-            found.append(swapped(tile_n=tile_n, warpgroups=warpgroups))
-        return found
+    if m > 256 and parts == 1:
+        return found + little_more_than_a_tile(m, n, k)
     if m <= 128:
         narrow = [t for t in found if t.tile_m == 64 and t.tile_n <= 96]
         found = [new(64, t.tile_n, tile_k=128) for t in narrow] + found
@@ -99,12 +99,29 @@ def some_rows(m: int, n: int, k: int, parts: int) -> list[Schedule]:
     return found
 
 
+def little_more_than_a_tile(m: int, n: int, k: int) -> list[Schedule]:
+    """Rows that leave most of the last tile empty."""
+    half = cdiv(m, 16) * 8  # swapped tiles are multiples of 8 rows
+    swapped = functools.partial(Schedule, tile_m=half, swap=True, split="n", out_slots=1)
+    if n <= 6144:
+        return [swapped(tile_n=64), swapped(tile_n=128, warpgroups=2)]
+    found = [swapped(tile_n=64 * w, warpgroups=w) for w in (2, 3)]
+    # A warpgroup without rows passes its tile over. With 132 CTAs and three tiles along M, every
+    # third CTA would get nothing but such tiles.
+    for tile_n in (192, 224, 256):
+        found.append(normal_schedule(128, tile_n, parts=1, k=k, ctas=131, pass_empty=True))
+    found.append(Schedule(tile_m=64, tile_n=256, warpgroups=2, split="turns", ctas=131))
+    return found
+
+
 def many_rows(m: int, n: int, k: int, parts: int) -> list[Schedule]:
     new = functools.partial(normal_schedule, parts=parts, k=k)
     found = [new(tile_m, tile_n // parts) for tile_m, tile_n in tiles_of(m, n, parts)]
     if m >= 1024:
         found.append(new(128, 192 // parts, split="turns"))
-        found.append(new(256, 192 // parts, out_slots=3))
+        found.append(new(256, 192 // parts))
+    if parts == 2:
+        found.append(new(128, 128))
     return found
 
 
@@ -126,6 +143,25 @@ def tuning_programs() -> list[bench.Program]:
                         continue
                     programs[new(m=rows_here, schedule=fitted(s, parts))] = None
                 programs[new(m=m)] = None
+    return list(programs)
+
+
+def open_programs() -> list[bench.Program]:
+    """The table's schedules for every cell, and other candidates for cells not settled yet."""
+    programs = dict.fromkeys(bench.bench_programs())
+    cells = [("matmul", name, 264) for name in bench.SHAPES]
+    cells += [("matmul", "out", m) for m in (16, 32, 64)]
+    cells += [("matmul", "llama_gate_up", m) for m in (2048, 4096, 8192)]
+    cells += [("matmul", "lm_head", m) for m in (2048, 8192)]
+    cells += [("swiglu", name, m) for name in bench.SWIGLU_SHAPES for m in (1024, 4096, 8192)]
+    for kind, name, m in cells:
+        parts = 2 if kind == "swiglu" else 1
+        n, k = (bench.SHAPES | bench.SWIGLU_SHAPES)[name]
+        out = "float32" if name == "lm_head" else "bfloat16"
+        for s in candidates(m, n, k, parts, several=True):
+            if not (out == "float32" and s.swap):
+                new = functools.partial(bench.Program, kind=kind, shape=name, n=n, k=k, out=out)
+                programs[new(m=m, schedule=fitted(s, parts))] = None
     return list(programs)
 
 
@@ -166,13 +202,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     lowering = commands.add_parser("lower")
     lowering.add_argument("programs", type=pathlib.Path)
+    lowering.add_argument("--open", action="store_true", help="unsettled cells only")
     printing = commands.add_parser("table")
     printing.add_argument("json", type=pathlib.Path, nargs="+")
     args = parser.parse_args()
     if args.command == "table":
         table(args.json)
         return
-    programs = tuning_programs()
+    programs = open_programs() if args.open else tuning_programs()
     bench.lower(programs + bench.proof_programs(programs), args.programs)
 
 

@@ -39,8 +39,10 @@ ORDER = {
 }
 # The ops that may lean on another. One Hopper kernel draws a token and scores it in one launch, in
 # the order of additions that log_softmax states, and so has to call the same functions. The five
-# products of attention's backward pass on Hopper are launches of the matmul kernel.
+# products of attention's backward pass on Hopper are launches of the matmul kernel. A product in
+# segments ends in the merge.
 LEANS_ON = {
+    "bi_jax.pallas_kernels.matmul": {"bi_jax.pallas_kernels.merge"},
     "bi_jax.pallas_kernels.sampling": {"bi_jax.pallas_kernels.log_softmax"},
     "bi_jax.pallas_kernels.attention": {"bi_jax.pallas_kernels.matmul"},
 }

@@ -1,8 +1,10 @@
 """Matrix product on Hopper: out[m, n] = sum_k x[m, k] w[n, k], weights as checkpoints store them.
 
 Order of additions: one float32 accumulator per output element, K ascending in wgmma's steps of 16,
-never split. Bias is added in float32; the result is rounded once. SwiGLU multiplies a gate tile and
-an up tile side by side and keeps silu(gate) * up, computed in float32 from both accumulators.
+never split. S segments of K have one accumulator each; their float32 sums are added by one
+balanced binary tree of neighbours. Bias is added in float32; the result is rounded once. SwiGLU
+multiplies a gate tile and an up tile side by side and keeps silu(gate) * up, computed in float32
+from both accumulators.
 
 Grid: clusters of CTAs walk the output tiles. In each CTA the last warpgroup loads tiles of x and w
 through TMA and the others multiply. What lies outside the arrays is read as zero and not written.
@@ -18,15 +20,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from .layout_hopper import Problem, scratch_spec
-from .schedule import Schedule, round_up
+from .schedule import SM_REGISTERS, THREADS, Schedule, round_up
 
 LOADER_REGISTERS = 40  # a thread
-REGISTERS_PER_LANE = 512  # of one SM, over the warpgroups of the one CTA it holds
 MAX_REGISTERS = 240  # a thread
 OPERAND_DTYPES = (jnp.bfloat16, jnp.float16)
 OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 N_MULTIPLE = 8  # rows of a shared-memory tile
 K_MULTIPLE = 64  # elements of a swizzled row
+LOG2_E = 1.4426950408889634
 
 
 def _tiles_here(p: Problem):
@@ -59,9 +61,13 @@ def _tile_loop(p: Problem, tile, *, owner=0, owners: int = 1) -> None:
     lax.fori_loop(0, lax.div(_tiles_here(p) + (owners - 1) - owner, owners), step, None)
 
 
-def _load_weights(p: Problem, w_gmem, w_smem, k_loaded, n0, k0) -> None:
+def _load_weights(p: Problem, w_gmem, w_smem, k_loaded, n0, k_i) -> None:
     """One step's weights; SwiGLU lays each warpgroup's gate rows above its up rows."""
     rows = p.s.tile_n // p.chunks
+    if p.stacked:
+        w_gmem = w_gmem.at[lax.div(k_i, p.segment_steps)]
+        k_i = lax.rem(k_i, p.segment_steps)
+    k0 = k_i * p.s.tile_k
     for chunk in range(p.chunks):
         for part in range(p.parts):
             source = w_gmem if p.parts == 1 else w_gmem.at[part]
@@ -98,7 +104,7 @@ def _loader(p: Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) ->
                 loaded,
                 collective_axes="cluster_n" if s.cluster_n > 1 else None,
             )
-            _load_weights(p, w_gmem, w_smem.at[slot], loaded, n0, k0)
+            _load_weights(p, w_gmem, w_smem.at[slot], loaded, n0, k_i)
 
         lax.fori_loop(0, p.k_steps, load_step, None)
 
@@ -112,16 +118,17 @@ def _loader(p: Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) ->
     lax.fori_loop(lax.max(steps - s.stages, 0), steps, drain, None)
 
 
-def _multiply(p: Problem, i, acc, x_smem, w_smem, k_loaded, k_consumed) -> None:
-    """acc += x w^T over all of K: the only place where products are added."""
+def _multiply(p: Problem, i, segment: int, acc, x_smem, w_smem, k_loaded, k_consumed) -> None:
+    """acc += x w^T over a segment of K: the only place where products are added."""
     s = p.s
     wg = lax.axis_index("wg")
     width = p.parts * s.part_n
     x_part = pl.ds(wg * s.part_m, s.part_m) if s.split == "m" else pl.ds(0, s.part_m)
     w_part = pl.ds(wg * width, width) if s.split == "n" else pl.ds(0, width)
+    first = i * p.k_steps + segment * p.segment_steps
 
     def mma_step(k_i, _):
-        count = i * p.k_steps + k_i
+        count = first + k_i
         slot = lax.rem(count, s.stages)
         # Each owner counts the phases of its own barriers only.
         plgpu.barrier_wait(k_loaded.at[lax.rem(i, p.owners) * s.stages + slot])
@@ -136,19 +143,31 @@ def _multiply(p: Problem, i, acc, x_smem, w_smem, k_loaded, k_consumed) -> None:
         def _release():
             plgpu.barrier_arrive(k_consumed.at[lax.rem(count + s.stages - s.inflight, s.stages)])
 
-    lax.fori_loop(0, p.k_steps, mma_step, None)
+    lax.fori_loop(0, p.segment_steps, mma_step, None)
     if s.inflight:
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(k_consumed.at[lax.rem((i + 1) * p.k_steps - 1, s.stages)])
+        plgpu.barrier_arrive(k_consumed.at[lax.rem(first + p.segment_steps - 1, s.stages)])
+
+
+def _pass_over(p: Problem, i, k_loaded, k_consumed) -> None:
+    """Gives every step of a tile back untouched."""
+
+    def step(k_i, _):
+        slot = lax.rem(i * p.k_steps + k_i, p.s.stages)
+        plgpu.barrier_wait(k_loaded.at[slot])
+        plgpu.barrier_arrive(k_consumed.at[slot])
+
+    lax.fori_loop(0, p.k_steps, step, None)
 
 
 def _silu(gate):
-    return gate / (1.0 + jnp.exp(-gate))
+    """gate / (1 + exp(-gate)) in six instructions: exp2 and the reciprocal root in fast forms."""
+    root = lax.rsqrt(1.0 + jnp.exp2(gate * -LOG2_E))
+    return gate * root * root
 
 
-def _epilogue(p: Problem, acc, bias):
-    """Accumulators to rounded results, [part_m, part_n] or, swapped, [part_n, part_m]."""
-    y = acc[...]
+def _epilogue(p: Problem, y, bias):
+    """Sums to rounded results, [part_m, part_n] or, swapped, [part_n, part_m]."""
     if p.parts == 2 and p.s.swap:
         y = _silu(y[: p.s.part_n]) * y[p.s.part_n :]
     elif p.parts == 2:
@@ -184,12 +203,21 @@ def _store(p: Problem, y, out_smem, out_gmem, m0, n0) -> None:
         )
 
 
+def consumer_registers(warpgroups: int) -> int:
+    """Registers a thread of a multiplying warpgroup may take: more than there are never come.
+
+    The CTA is launched with an equal share for each warpgroup; the loader gives most of its back.
+    """
+    share = SM_REGISTERS // (THREADS * (warpgroups + 1)) // 8 * 8
+    free = (share * (warpgroups + 1) - LOADER_REGISTERS) // warpgroups
+    return min(MAX_REGISTERS, free // 8 * 8)
+
+
 def _consumer(p: Problem, bias_gmem, out_gmem, scratch) -> None:
     """Role of the other warpgroups: multiply, finish and store their part of each tile."""
     s = p.s
     wg = lax.axis_index("wg")
-    free = (REGISTERS_PER_LANE - LOADER_REGISTERS) // s.warpgroups
-    plgpu.set_max_registers(min(MAX_REGISTERS, free // 8 * 8), action="increase")
+    plgpu.set_max_registers(consumer_registers(s.warpgroups), action="increase")
 
     def load_bias(n0):
         plgpu.commit_smem()  # reads of the tile before end here
@@ -199,17 +227,38 @@ def _consumer(p: Problem, bias_gmem, out_gmem, scratch) -> None:
         plgpu.barrier_wait(barrier)
         return bias_smem[...]
 
+    def compute_part(i, m0, n0):
+        def finish(y):
+            return _epilogue(p, y, None if bias_gmem is None else load_bias(n0))
+
+        def sum_of(segment, then=lambda y: y):
+            def with_acc(acc):
+                names = ("x_smem", "w_smem", "k_loaded", "k_consumed")
+                _multiply(p, i, segment, acc, *(scratch[name] for name in names))
+                return then(acc[...])
+
+            return pl.run_scoped(with_acc, plgpu.ACC(p.acc_shape, jnp.float32))
+
+        def tree(first, count):
+            """Depth first: no more than log2(segments) sums wait in registers."""
+            if count == 1:
+                return sum_of(first)
+            half = count // 2
+            left = tree(first, half)
+            return left + tree(first + half, half)
+
+        y = sum_of(0, finish) if p.segments == 1 else finish(tree(0, p.segments))
+        _store(p, y, scratch["out_smem"].at[wg], out_gmem, m0, n0)
+
     def compute_tile(i, m0, n0):
         m0 = m0 + (wg * s.part_m if s.split == "m" else 0)
         n0 = n0 + (wg * s.part_n if s.split == "n" else 0)
-
-        def with_acc(acc):
-            operands = (scratch[name] for name in ("x_smem", "w_smem", "k_loaded", "k_consumed"))
-            _multiply(p, i, acc, *operands)
-            return _epilogue(p, acc, None if bias_gmem is None else load_bias(n0))
-
-        y = pl.run_scoped(with_acc, plgpu.ACC(p.acc_shape, jnp.float32))
-        _store(p, y, scratch["out_smem"].at[wg], out_gmem, m0, n0)
+        if not p.empty_parts:
+            compute_part(i, m0, n0)
+            return
+        # A warpgroup without rows leaves the tensor cores to the others.
+        barriers = scratch["k_loaded"], scratch["k_consumed"]
+        lax.cond(m0 < p.m, lambda: compute_part(i, m0, n0), lambda: _pass_over(p, i, *barriers))
 
     owner = wg if p.owners > 1 else 0
     _tile_loop(p, compute_tile, owner=owner, owners=p.owners)
@@ -226,16 +275,21 @@ def _body(*refs, p: Problem, **scratch) -> None:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "schedule", "interpret"))
-def _launch(x, w, bias, *, out_dtype, schedule: Schedule, interpret: bool = False):
+@functools.partial(jax.jit, static_argnames=("out_dtype", "schedule", "segments", "interpret"))
+def _launch(
+    x, w, bias, *, out_dtype, schedule: Schedule, segments: int = 1, interpret: bool = False
+):
     """Under jit, so that equal call sites are traced and lowered once."""
-    _check(x, w, out_dtype)
+    stacked = segments > 1 and w.ndim == 3
+    _check(x, w, out_dtype, segments, schedule.tile_k)
     rows = x.shape[0]
     p = Problem(
         m=rows,
         n=w.shape[-2],
-        k=w.shape[-1],
-        parts=1 if w.ndim == 2 else w.shape[0],
+        k=w.shape[-1] * (segments if stacked else 1),
+        parts=1 if w.ndim == 2 or stacked else w.shape[0],
+        segments=segments,
+        stacked=stacked,
         bias=bias is not None,
         dtype=x.dtype,
         out_dtype=jnp.dtype(out_dtype),
@@ -254,6 +308,8 @@ def _launch(x, w, bias, *, out_dtype, schedule: Schedule, interpret: bool = Fals
         cluster_names=("cluster_m", "cluster_n"),
         num_threads=schedule.warpgroups + 1,
         thread_name="wg",
+        # Only SwiGLU's epilogue holds anything that this changes.
+        compiler_params=plgpu.CompilerParams(approx_math=p.parts == 2),
         kernel_name="matmul" if p.parts == 1 else "swiglu_matmul",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
@@ -262,7 +318,7 @@ def _launch(x, w, bias, *, out_dtype, schedule: Schedule, interpret: bool = Fals
     return (out.T if p.transposed else out)[:rows]
 
 
-def _check(x, w, out_dtype) -> None:
+def _check(x, w, out_dtype, segments: int, tile_k: int) -> None:
     if x.dtype not in OPERAND_DTYPES or w.dtype != x.dtype:
         raise NotImplementedError(
             f"the Hopper matmul multiplies bfloat16 or float16 by the same, got x {x.dtype} and w "
@@ -271,6 +327,14 @@ def _check(x, w, out_dtype) -> None:
     if jnp.dtype(out_dtype) not in OUT_DTYPES:
         raise NotImplementedError(f"out_dtype={out_dtype} must be bfloat16, float16 or float32")
     n, k = w.shape[-2:]
+    if segments > 1:
+        stacked = w.ndim == 3
+        k = k * segments if stacked else k
+        if k % (segments * tile_k) or x.shape[1] != k or (stacked and len(w) != segments):
+            raise NotImplementedError(
+                f"the Hopper matmul cuts K into {segments} segments of whole steps of {tile_k}, "
+                f"got w {list(w.shape)} and x with K={x.shape[1]}"
+            )
     if n % N_MULTIPLE or k % K_MULTIPLE or x.shape[1] > k:
         raise ValueError(
             f"w must have N a multiple of {N_MULTIPLE} and K a multiple of {K_MULTIPLE} no smaller "
@@ -295,29 +359,41 @@ def matmul_hopper(
     *,
     out_dtype,
     schedule: Schedule,
+    segments: int = 1,
     interpret: bool = False,
 ) -> jax.Array:
     """x w^T (+ bias), float32 accumulators, rounded once.
 
     Args:
       x: [M, K] bfloat16 or float16, any M; a multiple of 8 (or M <= 8) avoids a padded copy.
-      w: [N, K] of x's dtype; N a multiple of 8, K of 64 (see `pad_weights`).
+      w: [N, K] of x's dtype; N a multiple of 8, K of 64 (see `pad_weights`). With several
+        segments also [segments, N, K / segments].
       bias: [N], added in float32.
       out_dtype: bfloat16, float16 or float32.
       schedule: speed only.
+      segments: a power of two; equal parts of K whose sums a balanced tree adds. It fixes bits.
       interpret: run the kernel in Mosaic GPU's interpreter on a CPU.
 
     Returns:
       [M, N].
 
     Raises:
-      NotImplementedError: float32 operands (never silently TF32), other dtypes.
+      NotImplementedError: float32 operands (never silently TF32), other dtypes, segments that are
+        no whole steps of K.
       ValueError: N or K not padded.
 
-    Invariance: the bits of row m depend on x[m], w, bias and out_dtype; not on M, the row's place,
-    the other rows (NaN and Inf included) or the schedule.
+    Invariance: the bits of row m depend on x[m], w, bias, out_dtype and segments; not on M, the
+    row's place, the other rows (NaN and Inf included) or the schedule.
     """
-    return _launch(x, w, bias, out_dtype=out_dtype, schedule=schedule, interpret=interpret)
+    return _launch(
+        x,
+        w,
+        bias,
+        out_dtype=out_dtype,
+        schedule=schedule,
+        segments=segments,
+        interpret=interpret,
+    )
 
 
 def swiglu_matmul_hopper(

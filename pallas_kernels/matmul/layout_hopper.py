@@ -12,7 +12,10 @@ from .schedule import BARRIER_BYTES, SMEM_ALIGNMENT, Schedule, cdiv, round_up
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One launch: sizes and what is static about them. `parts` is 2 for SwiGLU, else 1."""
+    """One launch: sizes and what is static about them. `parts` is 2 for SwiGLU, else 1.
+
+    `stacked` weights are [segments, N, K / segments].
+    """
 
     m: int
     n: int
@@ -22,6 +25,8 @@ class Problem:
     dtype: jnp.dtype
     out_dtype: jnp.dtype
     s: Schedule
+    segments: int = 1
+    stacked: bool = False
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -40,6 +45,10 @@ class Problem:
         return cdiv(self.k, self.s.tile_k)
 
     @property
+    def segment_steps(self) -> int:
+        return self.k_steps // self.segments
+
+    @property
     def chunks(self) -> int:
         """Pieces in which the weights of a step arrive: gate and up of each warpgroup's columns."""
         return self.s.warpgroups if self.parts == 2 and self.s.split == "n" else 1
@@ -48,6 +57,13 @@ class Problem:
     def owners(self) -> int:
         """Warpgroups among which whole tiles go round; 1 when all share every tile."""
         return self.s.warpgroups if self.s.split == "turns" else 1
+
+    @property
+    def empty_parts(self) -> bool:
+        """Whether the last tile leaves a warpgroup without any row, and it may pass."""
+        s = self.s
+        divided = s.pass_empty and s.split == "m" and s.warpgroups > 1
+        return divided and -self.m % s.tile_m >= s.part_m
 
     @property
     def transposed(self) -> bool:

@@ -1,10 +1,15 @@
 """The Hopper matrix products as implementations of the marked primitives."""
 
 import jax
+import jax.numpy as jnp
 
+from ..merge.kernel_hopper import merge_hopper_op
+from ..merge.topology import TREE, MergeTopology
 from .kernel_hopper import matmul_hopper, swiglu_matmul_hopper
-from .schedule import schedule_for
-from .topology import MatmulTopology
+from .schedule import schedule_for, segmented_schedule_for
+from .topology import DEFAULT, MatmulTopology
+
+ONE_LAUNCH_ROWS = 64  # beyond, the waiting sums of a tile leave too little room for the product
 
 
 def matmul_hopper_op(
@@ -18,10 +23,42 @@ def matmul_hopper_op(
 ) -> tuple[jax.Array]:
     """x [M, K], w [N, K], bias [N] or [0] -> [M, N], schedule by the table."""
     del num_rows  # rows beyond it are computed and not looked at
-    _require_one_segment(topology)
-    schedule = schedule_for(x.shape[0], *w.shape, out_dtype=out_dtype)
+    segments = topology.k_segments
+    if segments == 1:
+        schedule = schedule_for(x.shape[0], *w.shape, out_dtype=out_dtype)
+    else:
+        schedule = segmented_schedule_for(
+            x.shape[0], *w.shape, segments=segments, out_dtype=out_dtype
+        )
     offsets = bias if bias.size else None
-    return (matmul_hopper(x, w, offsets, out_dtype=out_dtype, schedule=schedule),)
+    out = matmul_hopper(x, w, offsets, out_dtype=out_dtype, schedule=schedule, segments=segments)
+    return (out,)
+
+
+def segmented_hopper_op(
+    x: jax.Array, w: jax.Array, num_rows: jax.Array, *, out_dtype: str
+) -> tuple[jax.Array]:
+    """x [M, S * K], w [S, N, K] -> [M, N]: S float32 sums, added by one balanced tree.
+
+    One launch for few rows, else a product for each segment and then a merge: the same bits.
+    """
+    segments, width, depth = w.shape
+    rows = x.shape[0]
+    if segments > 1 and rows <= ONE_LAUNCH_ROWS:
+        schedule = segmented_schedule_for(
+            rows, width, segments * depth, segments=segments, out_dtype=out_dtype
+        )
+        out = matmul_hopper(x, w, out_dtype=out_dtype, schedule=schedule, segments=segments)
+        return (out,)
+    absent = jnp.zeros((0,), x.dtype)
+    columns = jnp.split(x, segments, axis=1)
+    parts = [
+        matmul_hopper_op(part, piece, absent, num_rows, out_dtype="float32", topology=DEFAULT)[0]
+        for part, piece in zip(columns, w, strict=True)
+    ]
+    topology = MergeTopology(order=TREE)
+    (out,) = merge_hopper_op(jnp.stack(parts), out_dtype=out_dtype, topology=topology)
+    return (out,)
 
 
 def swiglu_hopper_op(
@@ -43,5 +80,5 @@ def swiglu_hopper_op(
 def _require_one_segment(topology: MatmulTopology) -> None:
     if topology.k_segments != 1:
         raise NotImplementedError(
-            f"matmul on Hopper runs k_segments=1 so far, got k_segments={topology.k_segments}"
+            f"swiglu_matmul on Hopper runs k_segments=1, got k_segments={topology.k_segments}"
         )

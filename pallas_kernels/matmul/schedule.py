@@ -12,6 +12,8 @@ SMEM_BYTES = 232448  # what one CTA may hold on sm90
 SMEM_ALIGNMENT = 1024
 SMS = 132  # of an H100 or H200
 BARRIER_BYTES = 1024  # room for barriers
+THREADS = 128  # of a warpgroup
+SM_REGISTERS = 65536
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class Schedule:
       ctas: most CTAs to launch; when there are more tiles, each CTA walks several.
       inflight: wgmma groups left running when the next one is issued (0 or 1).
       out_slots: blocks of results that a warpgroup may have on their way to global memory.
+      pass_empty: a warpgroup whose rows of a tile all lie beyond the last one passes it over.
     """
 
     tile_m: int
@@ -50,6 +53,7 @@ class Schedule:
     ctas: int = 132
     inflight: int = 1
     out_slots: int = 2
+    pass_empty: bool = False
 
     def __post_init__(self):
         for name in ("tile_m", "tile_n"):
@@ -202,6 +206,41 @@ def schedule_for(
         if rows <= limit and not (schedule.swap and jnp.dtype(out_dtype).itemsize == 4):
             return schedule
     return _rule(rows, n, k, parts)
+
+
+MOST_SUM_REGISTERS = 200  # a thread, of the sums of segments that live at a time
+
+
+def segmented_schedule_for(
+    rows: int, n: int, k: int, *, segments: int, out_dtype="bfloat16"
+) -> Schedule:
+    """The schedule of a product whose K is cut into `segments` equal parts.
+
+    One sum for each level of the tree, and the accumulator, live at a time, so tiles are smaller.
+
+    Raises:
+      NotImplementedError: a segment is no whole number of steps of 64.
+    """
+    if k % (64 * segments):
+        raise NotImplementedError(
+            f"matmul on Hopper cuts K into {segments} segments of whole steps of 64, got K={k}"
+        )
+    live = segments.bit_length()
+
+    def fits(tile_m: int, tile_n: int) -> bool:
+        return live * (tile_m * tile_n // THREADS) <= MOST_SUM_REGISTERS
+
+    s = schedule_for(rows, n, k, out_dtype=out_dtype)
+    if not fits(s.part_m, s.part_n):
+        tile_n = max(t for t in (32, 64, 96, 128) if fits(64, t))
+        sizes = [(64, 64), (128, 64)] if rows > 64 else [(64, 32), (64, 64)]
+        sizes += [(128, tile_n)] if tile_n > 64 else []
+        found = [(cdiv(cdiv(rows, a) * cdiv(n, b), SMS) * a * b, -a * b) for a, b in sizes]
+        tile_m, tile_n = sizes[found.index(min(found))]
+        s = normal_schedule(tile_m, tile_n, parts=1, k=k)
+    while k % (s.tile_k * segments):
+        s = fitted(dataclasses.replace(s, tile_k=s.tile_k - 64), 1)
+    return s
 
 
 def _rule(rows: int, n: int, k: int, parts: int) -> Schedule:

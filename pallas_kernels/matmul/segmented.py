@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from .. import contracts
-from ..merge.kernel_hopper import merge_hopper_op
 from ..merge.reference import merge_reference
 from ..merge.topology import TREE, MergeTopology
 from ..primitive import HOPPER, REFERENCE, define_op
-from .op_hopper import matmul_hopper_op
+from .op_hopper import segmented_hopper_op
 from .reference import matmul_reference
 from .topology import DEFAULT
 
@@ -20,27 +19,33 @@ def _avals(x: Any, w: Any, *_: Any, out_dtype: str) -> list[Any]:
     return [jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.dtype(out_dtype))]
 
 
-def _products_then_tree(product: Any, merge: Any) -> Any:
-    """One product after the other, then the merge: an implementation made of two others."""
-
-    def run(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, out_dtype: str) -> tuple[jax.Array]:
-        absent, depth = jnp.zeros((0,), x.dtype), w.shape[2]
-        static = {"out_dtype": "float32", "topology": DEFAULT}
-        parts = [
-            product(x[:, s * depth : (s + 1) * depth], w[s], absent, num_rows, **static)[0]
-            for s in range(w.shape[0])
-        ]
-        return merge(jnp.stack(parts), out_dtype=out_dtype, topology=MergeTopology(order=TREE))
-
-    return run
+def _segmented_reference(
+    x: jax.Array, w: jax.Array, num_rows: jax.Array, *, out_dtype: str
+) -> tuple[jax.Array]:
+    """One product after the other, then the merge."""
+    absent, depth = jnp.zeros((0,), x.dtype), w.shape[2]
+    parts = [
+        matmul_reference(
+            x[:, s * depth : (s + 1) * depth],
+            w[s],
+            absent,
+            num_rows,
+            out_dtype="float32",
+            topology=DEFAULT,
+        )[0]
+        for s in range(w.shape[0])
+    ]
+    topology = MergeTopology(order=TREE)
+    (out,) = merge_reference(jnp.stack(parts), out_dtype=out_dtype, topology=topology)
+    return (out,)
 
 
 _bind = define_op(
     "segmented_matmul",
     out_avals=_avals,
     implementations={
-        REFERENCE: _products_then_tree(matmul_reference, merge_reference),
-        HOPPER: _products_then_tree(matmul_hopper_op, merge_hopper_op),
+        REFERENCE: _segmented_reference,
+        HOPPER: segmented_hopper_op,
     },
 )
 

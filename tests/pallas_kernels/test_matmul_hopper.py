@@ -5,6 +5,7 @@ give the chip's bits, which tests/gpu/test_matmul_gpu.py compares on the device.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -12,13 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bi_jax.pallas_kernels.matmul import cases
+from bi_jax.pallas_kernels.matmul import cases, kernel_hopper, segmented_matmul
 from bi_jax.pallas_kernels.matmul.kernel_hopper import (
     matmul_hopper,
     pad_weights,
     swiglu_matmul_hopper,
 )
-from bi_jax.pallas_kernels.matmul.schedule import FIXED, Schedule, schedule_for
+from bi_jax.pallas_kernels.matmul.op_hopper import matmul_hopper_op
+from bi_jax.pallas_kernels.matmul.schedule import (
+    FIXED,
+    Schedule,
+    schedule_for,
+    segmented_schedule_for,
+)
+from bi_jax.pallas_kernels.matmul.topology import MatmulTopology
+from bi_jax.pallas_kernels.primitive import HOPPER
 
 NORMAL = Schedule(tile_m=64, tile_n=32, stages=3, ctas=3)
 SWAPPED = Schedule(tile_m=16, tile_n=64, stages=3, ctas=2, swap=True)
@@ -31,9 +40,11 @@ def operand(seed: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def interpreted(x, w, bias=None, *, out_dtype=jnp.float32, schedule):
+def interpreted(x, w, bias=None, *, out_dtype=jnp.float32, schedule, segments=1):
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        if w.ndim == 3:
+        if segments > 1:
+            y = matmul_hopper(x, w, out_dtype=out_dtype, schedule=schedule, segments=segments)
+        elif w.ndim == 3:
             y = swiglu_matmul_hopper(x, w, out_dtype=out_dtype, schedule=schedule)
         else:
             y = matmul_hopper(x, w, bias, out_dtype=out_dtype, schedule=schedule)
@@ -56,6 +67,8 @@ def expected(x, w, bias=None):
         (SWAPPED, 33, 128, {"bias": True}),  # rows that are no multiple of 8
         (SWAPPED, 16, 64, {"parts": 2}),
         (TWO_WARPGROUPS, 200, 128, {"dtype": jnp.float16}),
+        # The last tile leaves a warpgroup without rows.
+        (dataclasses.replace(TWO_WARPGROUPS, pass_empty=True), 136, 128, {}),
         (SPLIT_N, 8, 128, {"parts": 2}),
         (CLUSTERED, 72, 256, {}),
     ],
@@ -85,6 +98,31 @@ def test_a_row_does_not_see_what_its_neighbours_hold(schedule):
     keep = np.r_[0:4, 8:16]
     assert clean[keep].tobytes() == poisoned[keep].tobytes()
     assert clean[4:8].tobytes() != poisoned[4:8].tobytes()
+
+
+@pytest.mark.parametrize("schedule", [NORMAL, SWAPPED])
+def test_segments_are_added_by_one_balanced_tree(schedule):
+    x, w = operand(0, 8, 256), operand(1, 64, 256)
+    split = functools.partial(jnp.split, indices_or_sections=4, axis=1)
+    parts = [interpreted(a, b, schedule=schedule) for a, b in zip(split(x), split(w), strict=True)]
+    wanted = (parts[0] + parts[1]) + (parts[2] + parts[3])
+    for weights in (w, jnp.stack(split(w))):
+        found = interpreted(x, weights, schedule=schedule, segments=4)
+        assert found.tobytes() == wanted.tobytes()
+    ascending = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    assert ascending.tobytes() != wanted.tobytes()
+
+
+def test_no_warpgroup_waits_for_registers_that_are_not_there():
+    assert [kernel_hopper.consumer_registers(n) for n in (1, 2, 3, 4)] == [240, 232, 152, 104]
+
+
+def test_segments_that_are_no_whole_steps_are_refused():
+    x = operand(0, 8, 320)
+    with pytest.raises(NotImplementedError, match="4 segments of whole steps of 64"):
+        matmul_hopper(x, x, out_dtype="float32", schedule=NORMAL, segments=4)
+    with pytest.raises(NotImplementedError, match="8 segments of whole steps of 64"):
+        segmented_schedule_for(8, 64, 320, segments=8)
 
 
 def test_weights_are_padded_once_and_add_nothing():
@@ -166,6 +204,28 @@ def test_biases_and_float16_lower_for_sm90():
             dtype=jnp.float16,
             bias=True,
         )
+
+
+@pytest.mark.parametrize("rows", [8, 64, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("segments", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+def test_segments_lower_for_sm90(rows, segments):
+    def call(x, w, bias, num_rows):
+        topology = MatmulTopology(k_segments=segments)
+        return matmul_hopper_op(x, w, bias, num_rows, out_dtype="bfloat16", topology=topology)
+
+    shapes = ((rows, 14336), "bfloat16"), ((4096, 14336), "bfloat16"), ((0,), "bfloat16")
+    operands = [jax.ShapeDtypeStruct(*s) for s in (*shapes, ((), "int32"))]
+    text = jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(("rows", "launches"), [(64, 1), (128, 3)])
+def test_the_segmented_product_lowers_for_sm90(rows, launches):
+    x = jax.ShapeDtypeStruct((rows, 2 * 512), "bfloat16")
+    w = jax.ShapeDtypeStruct((2, 4096, 512), "bfloat16")
+    traced = jax.jit(lambda x, w: segmented_matmul(x, w, backend=HOPPER)).trace(x, w)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert sum("call @_launch" in line for line in text.splitlines()) == launches
 
 
 @pytest.mark.slow
