@@ -30,6 +30,7 @@ class Problem:
     scale: float
     window: int | None
     kv_block: int
+    kv_split: int | None
     interpret: plgpu.InterpretGPUParams | None
 
     @property
@@ -108,7 +109,10 @@ def shared_bytes(problem: Problem, schedule: Schedule) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One (tile, KV head) of the work list, as traced scalars; see `hopper_work.make_tiles`."""
+    """One (tile, KV head) of the work list, as traced scalars; see `hopper_work.make_tiles`.
+
+    `split` is the range of keys, 0 where they are not split.
+    """
 
     tile: jax.Array
     head: jax.Array
@@ -118,6 +122,7 @@ class Item:
     end: jax.Array
     position: jax.Array
     context: jax.Array
+    split: jax.Array
 
 
 def read_item(tiles_gmem, turn, cta: Cta) -> Item:
@@ -126,7 +131,8 @@ def read_item(tiles_gmem, turn, cta: Cta) -> Item:
     heads = I32(cta.problem.kv_heads)
     tile = lax.div(index, heads)
     fields = [tiles_gmem[tile, field] for field in range(work.CONTEXT + 1)]
-    return Item(tile, lax.rem(index, heads), *fields)
+    split = I32(0) if cta.problem.kv_split is None else tiles_gmem[tile, work.SPLIT]
+    return Item(tile, lax.rem(index, heads), *fields, split)
 
 
 def count_rounds(count_gmem, cta: Cta):
@@ -143,9 +149,14 @@ def _place(turn, ctas: int):
 
 
 def block_range(item: Item, problem: Problem):
-    """First and one-past-last KV block that any query of the item sees."""
+    """First and one-past-last KV block, of the item's range, that any of its queries sees."""
     last = lax.div(item.position + item.end - 1, I32(problem.kv_block)) + 1
-    if problem.window is None:
-        return I32(0), last
-    first_key = jnp.maximum(item.position + item.begin - (problem.window - 1), 0)
-    return lax.div(first_key, I32(problem.kv_block)), last
+    first = I32(0)
+    if problem.window is not None:
+        first_key = jnp.maximum(item.position + item.begin - (problem.window - 1), 0)
+        first = lax.div(first_key, I32(problem.kv_block))
+    if problem.kv_split is not None:
+        blocks = problem.kv_split // problem.kv_block
+        begin = item.split * blocks
+        first, last = jnp.maximum(first, begin), jnp.minimum(last, begin + blocks)
+    return first, last

@@ -13,9 +13,12 @@ def store_rows(outs, item: Item, wg, o, lse, cta: Cta):
     """Writes o [64, Dh] and lse [64] of one warpgroup.
 
     A whole tile leaves in one copy a head. A partial one leaves token by token, since its other
-    rows belong to other requests. The log-sum-exp goes out tile by tile.
+    rows belong to other requests. The log-sum-exp goes out tile by tile. Of split keys, each range
+    has an o of its own.
     """
     o_gmem, lse_gmem = outs
+    if cta.problem.kv_split is not None:
+        o_gmem = o_gmem.at[item.split]
     mem, tokens = cta.memory, cta.problem.tokens
     first = pl.multiple_of(item.first + wg * tokens, work.ALIGN)
     begin = jnp.clip(item.begin - wg * tokens, 0, tokens)
@@ -40,6 +43,8 @@ def store_rows(outs, item: Item, wg, o, lse, cta: Cta):
         def _(t):
             for g in range(cta.problem.group):
                 target = o_gmem.at[first + t, item.head, g]
+                if cta.problem.kv_split is not None:
+                    target = target.at[pl.ds(0, cta.problem.head_dim)]  # lines may be longer
                 plgpu.copy_smem_to_gmem(staged.at[g * tokens + t], target)
 
     if cta.schedule.consumers > 1 and cta.problem.stores_tiles:

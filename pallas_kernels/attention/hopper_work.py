@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 # Columns of the tile table.
-REQUEST, FIRST_ROW, BEGIN, END, POSITION, CONTEXT = range(6)
+REQUEST, FIRST_ROW, BEGIN, END, POSITION, CONTEXT, SPLIT = range(7)
 FIELDS = 8  # columns, padded
 ALIGN = 8  # a tile starts at a multiple of this flat row: the tile of the shared-memory layout
 
@@ -54,6 +54,35 @@ def make_tiles(batch, *, tokens: int, tile_tokens: int) -> tuple[jax.Array, jax.
     # Longest first evens out the CTAs; empty tiles sort behind all others.
     order = jnp.argsort(jnp.where(used, -(position + end), 1), stable=True)
     return table[order].astype(jnp.int32), tile_end[-1:].astype(jnp.int32)
+
+
+def split_tiles(
+    tiles: jax.Array, *, kv_split: int, splits: int, window: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Repeats every tile for each range of `kv_split` keys in which one of its queries sees some.
+
+    Args:
+      tiles: int32 [N, 8] of `make_tiles`.
+      kv_split: keys of a range, at absolute multiples.
+      splits: ranges at most.
+      window: keys a query sees, or None.
+
+    Returns:
+      table int32 [N * splits, 8] with the range in column SPLIT, those in use first, count int32
+      [1] of them, and places int32 [N, splits], where in the table tile n's range s stands.
+    """
+    number = tiles.shape[0]
+    split = jnp.arange(splits, dtype=jnp.int32)[None, :]
+    begin, end, position = (tiles[:, field, None] for field in (BEGIN, END, POSITION))
+    used = (end > begin) & (split * kv_split < position + end)
+    if window is not None:
+        used &= (split + 1) * kv_split > position + begin - (window - 1)
+    table = jnp.repeat(tiles, splits, axis=0).at[:, SPLIT].set(jnp.tile(split[0], number))
+    order = jnp.argsort(jnp.logical_not(used).reshape(-1), stable=True)
+    ascending = jnp.arange(number * splits, dtype=jnp.int32)
+    places = jnp.zeros_like(ascending).at[order].set(ascending, unique_indices=True)
+    count = jnp.sum(used, dtype=jnp.int32)[None]
+    return table[order], count, places.reshape(number, splits)
 
 
 def token_places(tiles: jax.Array, *, tokens: int) -> tuple[jax.Array, jax.Array]:

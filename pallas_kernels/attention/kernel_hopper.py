@@ -12,7 +12,8 @@ Equation, for a query row at absolute position p, with c = scale * log2(e) round
 
 A key behind p, or before the window, has s = -inf and e = 0 exactly; value rows behind the
 request's last key are zeroed in shared memory, so that a page never written cannot make 0 * NaN.
-No range of keys is split, and every row is rescaled at every block.
+No range of keys is split, unless the topology says so: then o and lse of each range of `kv_split`
+keys are made so, in float32, and `hopper_splits` merges them. Every row is rescaled at every block.
 
 Grid: persistent CTAs over (tile, KV head) items, longest first. A tile holds consecutive query
 tokens of one request. A consumer warpgroup owns 64 of its rows, row = head in group * tokens +
@@ -55,6 +56,7 @@ from .hopper_problem import (
     scratch_types,
     shared_bytes,
 )
+from .hopper_splits import LINE, merge_splits
 from .hopper_store import store_rows
 from .schedule import SHARED_BYTES, WARPGROUP_ROWS, Schedule, schedule_for, warpgroup_tokens
 from .topology import AttentionTopology
@@ -148,8 +150,13 @@ def compute_items(refs, outs, cta: Cta):
     plgpu.wait_smem_to_gmem(0)
 
 
-def launch(q, k_pages, v_pages, tiles, count, page_table, problem: Problem, schedule: Schedule):
-    """Runs the kernel: o like q [T, Nkv, G, Dh], lse float32 [tiles, Nkv, consumers, 64]."""
+def launch(
+    q, k_pages, v_pages, tiles, count, page_table, problem: Problem, schedule: Schedule, splits=1
+):
+    """Runs the kernel: o like q [T, Nkv, G, Dh], lse float32 [tiles, Nkv, consumers, 64].
+
+    With split keys o is float32 [splits, T, Nkv, G, LINE or more].
+    """
     two = schedule.consumers > 1  # one consumer and the loader fit without trading registers
 
     def attention_hopper_kernel(q, k, v, tiles, count, pages, o, lse, **scratch):
@@ -169,8 +176,11 @@ def launch(q, k_pages, v_pages, tiles, count, page_table, problem: Problem, sche
             load_items((q, k, v, tiles, count, pages), cta)
 
     lse_shape = (tiles.shape[0], problem.kv_heads, schedule.consumers, WARPGROUP_ROWS)
+    o_shape = q.shape
+    if problem.kv_split is not None:
+        o_shape = (splits, *q.shape[:3], max(problem.head_dim, LINE))
     out_type = (
-        jax.ShapeDtypeStruct(q.shape, problem.out_dtype),
+        jax.ShapeDtypeStruct(o_shape, problem.out_dtype),
         jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     )
     return plgpu.kernel(
@@ -187,7 +197,16 @@ def launch(q, k_pages, v_pages, tiles, count, page_table, problem: Problem, sche
 
 
 @functools.partial(
-    jax.jit, static_argnames=("scale", "window", "kv_block", "schedule", "out_dtype", "interpret")
+    jax.jit,
+    static_argnames=(
+        "scale",
+        "window",
+        "kv_block",
+        "kv_split",
+        "schedule",
+        "out_dtype",
+        "interpret",
+    ),
 )
 def attention_hopper(
     q: jax.Array,
@@ -199,6 +218,7 @@ def attention_hopper(
     window: int | None,
     kv_block: int,
     schedule: Schedule,
+    kv_split: int | None = None,
     out_dtype: DTypeLike | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -212,6 +232,8 @@ def attention_hopper(
       window: keys a query sees, itself included; None for all.
       kv_block: keys a block (topology).
       schedule: who computes which rows; cannot change a bit.
+      kv_split: keys of a range whose result is merged with the others' (topology), a multiple of
+        kv_block; None: no ranges. Takes memory for a float32 o of every range.
       out_dtype: q's dtype, or float32 for proofs: o before its last rounding.
       interpret: run in the GPU interpret mode, for tests; it does not give the GPU's bits.
 
@@ -224,8 +246,8 @@ def attention_hopper(
       ValueError: a scale that is not positive, or a schedule that does not fit the chip.
 
     Invariance: a token's o and lse depend on its own query, its request's keys and values up to its
-    position, scale, window and kv_block; not on the other rows, the chunk it came in, page ids, the
-    page size, or the schedule.
+    position, scale, window, kv_block and kv_split; not on the other rows, the chunk it came in,
+    page ids, the page size, or the schedule.
     """
     tokens, kv_heads, group, head_dim = q.shape
     _check(q, k_pages, scale, kv_block)
@@ -236,21 +258,64 @@ def attention_hopper(
         head_dim=head_dim,
         page_size=k_pages.shape[2],
         dtype=jnp.dtype(q.dtype),
-        out_dtype=jnp.dtype(out_dtype or q.dtype),
+        out_dtype=jnp.dtype(out_dtype or q.dtype if kv_split is None else jnp.float32),
         scale=float(scale),
         window=window,
         kv_block=kv_block,
+        kv_split=kv_split,
         interpret=interpret,
     )
     if (needed := shared_bytes(problem, schedule)) > SHARED_BYTES:
         raise ValueError(f"{schedule} needs {needed} bytes of shared memory, over {SHARED_BYTES}")
     tile_tokens = warpgroup_tokens(group) * schedule.consumers
     tiles, count = work.make_tiles(batch, tokens=tokens, tile_tokens=tile_tokens)
-    schedule = dataclasses.replace(schedule, ctas=min(schedule.ctas, tiles.shape[0] * kv_heads))
     if padded != tokens:
         q = jnp.pad(q, ((0, padded - tokens), (0, 0), (0, 0), (0, 0)))
+    if kv_split is not None:
+        operands = q, k_pages, v_pages, tiles
+        o, lse = _in_ranges(*operands, batch, problem, schedule)
+        return merge_splits(
+            o,
+            lse,
+            batch.positions,
+            batch.num_tokens,
+            kv_split=kv_split,
+            window=window,
+            head_dim=head_dim,
+            out_dtype=jnp.dtype(out_dtype or q.dtype),
+            interpret=interpret,
+        )
+    schedule = dataclasses.replace(schedule, ctas=min(schedule.ctas, tiles.shape[0] * kv_heads))
     o, lse_tiles = launch(q, k_pages, v_pages, tiles, count, batch.page_table, problem, schedule)
     return o[:tokens], _untile_lse(lse_tiles, tiles, tokens, group)
+
+
+def _in_ranges(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    tiles: jax.Array,
+    batch: RaggedBatch,
+    problem: Problem,
+    schedule: Schedule,
+) -> tuple[jax.Array, jax.Array]:
+    """o float32 [splits, T, Nkv, G, width] and lse [splits, T, Nkv, G] of every range of keys."""
+    assert problem.kv_split is not None
+    splits = -(-batch.page_table.shape[1] * problem.page_size // problem.kv_split)
+    table, count, places = work.split_tiles(
+        tiles, kv_split=problem.kv_split, splits=splits, window=problem.window
+    )
+    schedule = dataclasses.replace(
+        schedule, ctas=min(schedule.ctas, table.shape[0] * problem.kv_heads)
+    )
+    o, lse_tiles = launch(
+        q, k_pages, v_pages, table, count, batch.page_table, problem, schedule, splits
+    )
+    tokens = batch.positions.shape[0]
+    lse = [
+        _untile_lse(lse_tiles[places[:, s]], tiles, tokens, problem.group) for s in range(splits)
+    ]
+    return o, jnp.stack(lse)
 
 
 def attention_hopper_op(
@@ -268,10 +333,6 @@ def attention_hopper_op(
     topology: AttentionTopology,
 ) -> tuple[jax.Array, jax.Array]:
     """`attention_hopper` as an implementation of the attention primitive, schedule by the table."""
-    if topology.kv_split is not None:
-        raise NotImplementedError(
-            f"Hopper attention runs kv_split=None so far, got kv_split={topology.kv_split}"
-        )
     batch = RaggedBatch(
         positions=positions,
         request=request,
@@ -280,6 +341,8 @@ def attention_hopper_op(
         num_tokens=num_tokens,
     )
     schedule = schedule_for(tokens=q.shape[0], requests=page_table.shape[0], head_dim=q.shape[3])
+    if topology.kv_split is not None:  # float32 results take the room of a third stage
+        schedule = dataclasses.replace(schedule, stages=2)
     return attention_hopper(
         q,
         k_pages,
@@ -288,6 +351,7 @@ def attention_hopper_op(
         scale=scale,
         window=window,
         kv_block=topology.kv_block,
+        kv_split=topology.kv_split,
         schedule=schedule,
     )
 

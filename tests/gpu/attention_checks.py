@@ -22,7 +22,8 @@ KV_BLOCK, PAGE = 128, 64
 PREFILL = Schedule(consumers=2, stages=2)
 AHEAD = Schedule(consumers=2, stages=2, overlap="scores")
 ONE = Schedule(consumers=1, stages=2)
-DECODE = Schedule(consumers=1, stages=3, overlap="scores")
+DECODE = Schedule(consumers=1, stages=2, overlap="scores")  # float32 o takes a third stage's room
+DECODE_ROUNDED = Schedule(consumers=1, stages=3, overlap="scores")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class BitCase:
     dtype: str = "bfloat16"
     window: int | None = None
     length: int = 1600
+    kv_split: int | None = None
 
     @property
     def element(self) -> np.dtype:
@@ -50,6 +52,8 @@ CASES = (
     BitCase(kv_heads=2, group=2, head_dim=64, window=129),
     BitCase(kv_heads=2, group=7),
     BitCase(kv_heads=1, group=4, length=32_768),
+    BitCase(kv_heads=2, group=4, kv_split=256),
+    BitCase(kv_heads=3, group=3, head_dim=64, window=300, kv_split=512),
 )
 
 
@@ -132,6 +136,7 @@ def run_parts(
         scale=case.head_dim**-0.5,
         window=case.window,
         kv_block=kv_block,
+        kv_split=case.kv_split,
         schedule=schedule,
         out_dtype=out_dtype,
     )
@@ -166,6 +171,10 @@ def check_case(case: BitCase) -> dict:
     def compare(name, got, rows):
         differ[name] = [differing(got[0], o[rows]), differing(got[1], lse[rows])]
 
+    def compare_rounded(name, parts, rows):
+        got, _ = run_parts(parts, case, schedule=DECODE_ROUNDED, seed=6, out_dtype=None)
+        differ[name] = [differing(got, o[rows].astype(case.element)), 0]
+
     compare("again", run_parts(whole, case, schedule=PREFILL, seed=1), every)
     compare("one_warpgroup", run_parts(whole, case, schedule=ONE, seed=2), every)
     compare("overlap_scores", run_parts(whole, case, schedule=AHEAD, seed=4), every)
@@ -179,10 +188,18 @@ def check_case(case: BitCase) -> dict:
         places = [p for p in places if p > 8000 or p < 300]
     steps = [(sequence, p, p + 1) for p in places]
     compare("decode", run_parts(steps, case, schedule=DECODE, pad=3), places)
+    if case.kv_split is None:
+        compare_rounded("decode_rounded", steps, places)
     compare("decode_two_wg", run_parts(steps[::-1], case, schedule=PREFILL), places[::-1])
     compare("alone", run_parts(steps[-1:], case, schedule=DECODE), places[-1:])
     control = run_parts(whole, case, schedule=ONE, kv_block=64)
     control = [differing(control[0], o), differing(control[1], lse)]
+    if case.kv_split is not None:  # one chain of blocks is another order of additions
+        chain = run_parts(whole, dataclasses.replace(case, kv_split=None), schedule=PREFILL)
+        control = [
+            min(control[0], differing(chain[0], o)),
+            min(control[1], differing(chain[1], lse)),
+        ]
     finite = bool(np.isfinite(lse).all() and np.isfinite(o.astype(np.float32)).all())
     equal = all(counts == [0, 0] for counts in differ.values())
     return dict(

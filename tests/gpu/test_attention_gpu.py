@@ -25,11 +25,9 @@ def test_fresh_processes_agree():
         "from tests.gpu.attention_checks import CASES, check_case;"
         "print(check_case(CASES[0])['digest'])"
     )
-    runs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        for _ in range(3)
-    ]
-    digests = {run.stdout.strip().splitlines()[-1] for run in runs}
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    digests = {run.communicate()[0].strip().splitlines()[-1] for run in runs}
     assert len(digests) == 1, digests
 
 

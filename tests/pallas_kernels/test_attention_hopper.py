@@ -99,13 +99,14 @@ def interpreted(
     *,
     window: int | None = None,
     kv_block: int = 128,
+    kv_split: int | None = None,
     interpret=plgpu.InterpretGPUParams(),  # noqa: B008
 ):
     batch = step.batch()
     q, k, v = step.arrays(batch)
     o, lse = attention_hopper(
-        q, k, v, batch, scale=SCALE, window=window, kv_block=kv_block, schedule=schedule,
-        interpret=interpret,
+        q, k, v, batch, scale=SCALE, window=window, kv_block=kv_block, kv_split=kv_split,
+        schedule=schedule, interpret=interpret,
     )  # fmt: skip
     tokens = int(batch.num_tokens)
     return (np.asarray(o)[:tokens], np.asarray(lse)[:tokens]), expected(q, k, v, batch, window)
@@ -135,6 +136,19 @@ MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
 )  # fmt: skip
 def test_interpreted_kernel_attends(step, schedule, window):
     check(*interpreted(step, schedule, window=window))
+
+
+@pytest.mark.parametrize(
+    ("step", "schedule", "window"),
+    [
+        (MIXED, Schedule(consumers=2, ctas=2), None),
+        (Step(queries=(1, 2), contexts=(300, 140), rows=3, group=3, dtype="float16"),
+         Schedule(consumers=1, ctas=3), 150),
+    ],
+    ids=["chunks", "window"],
+)  # fmt: skip
+def test_ranges_of_keys_are_merged(step, schedule, window):
+    check(*interpreted(step, schedule, window=window, kv_split=128))
 
 
 def has_races(overlap: str) -> bool:
@@ -232,13 +246,49 @@ def test_rows_that_are_no_multiple_of_the_tile_lower():
     assert "@mosaic_gpu" in lowered(3, 3, (2, 4, 128))
 
 
-def test_the_op_refuses_a_split_by_name():
-    topology = AttentionTopology(kv_block=128, kv_split=256)
-    nothing = jnp.zeros((8, 1, 1, 64), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="kv_split=256"):
-        attention_hopper_op(
-            nothing, nothing, nothing, *5 * (nothing,), scale=1.0, window=None, topology=topology
+@pytest.mark.parametrize(("tokens", "width"), [(1, 128), (16, 64)])
+def test_ranges_of_keys_lower_for_sm90(tokens, width):
+    def call(q, pages, batch):
+        integers = batch.positions, batch.request, batch.query_start, batch.page_table
+        topology = AttentionTopology(kv_block=128, kv_split=512)
+        return attention_hopper_op(
+            *(q, pages, pages, *integers, batch.num_tokens),
+            scale=SCALE,
+            window=None,
+            topology=topology,
         )
+
+    def array(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    batch = RaggedBatch(
+        positions=array(tokens),
+        request=array(tokens),
+        query_start=array(tokens + 1),
+        page_table=array(tokens, 32),
+        num_tokens=array(),
+    )
+    q, pages = (
+        array(tokens, 2, 3, width, dtype=jnp.bfloat16),
+        array(40, 2, 64, width, dtype=jnp.bfloat16),
+    )
+    text = jax.jit(call).trace(q, pages, batch).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
+def test_ranges_of_a_tile():
+    """Two tiles, keys in ranges of 128: a window leaves the first range of the later tile out."""
+    tiles = jnp.array([[0, 0, 0, 8, 250, 258, 0, 0], [1, 8, 0, 2, 100, 102, 0, 0], [0] * 8])
+    found = {
+        window: work.split_tiles(tiles, kv_split=128, splits=3, window=window)
+        for window in (None, 120)
+    }
+    table, count, places = (np.asarray(a) for a in found[None])
+    used = [(r, s) for r, s in zip(table[:, work.REQUEST], table[:, work.SPLIT], strict=True)]
+    assert count[0] == 4 and used[:4] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert places[0].tolist() == [0, 1, 2] and places[1, 0] == 3
+    table, count, _ = (np.asarray(a) for a in found[120])
+    assert count[0] == 3 and table[:3, work.SPLIT].tolist() == [1, 2, 0]
 
 
 @pytest.mark.parametrize(
