@@ -1,30 +1,28 @@
 """Races the Hopper token choice against XLA's argmax, log_softmax and categorical on one card.
 
     python scripts/bench_token_choice.py [--rows 1,8,64,256] [--vocab N] [--all-schedules]
-        [--rounds N] [--only bits|times] [--json FILE] [--dry-run]
+        [--only bits|times] [--json FILE] [--dry-run]
 
 First the bits: rows alone, among poisoned neighbours and under every schedule against the whole
 batch, the shared step against the two ops, and a control with other blocks that has to differ. Then
-times: many launches in one jitted program over logits that take turns, several times the L2 cache
-together; the program is enqueued several times back to back and rounds alternate between ours and
-the peer; medians over rounds. ceiling_fraction is one read of the logits at the speed of a copy
-measured in the same run, over the time. --dry-run runs tiny cases in the interpreter on a CPU.
+device times from the profiler: several launches in one jitted program, each over logits of its own,
+several times the L2 cache together; medians. ceiling_fraction is one read of the logits at the
+speed of a copy measured in the same run, over the time. --dry-run runs tiny cases in the
+interpreter on a CPU.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device_timing import copy_bandwidth, device_times, header, wall_times
 
 from bi_jax.pallas_kernels.float_order import LOWEST
 from bi_jax.pallas_kernels.log_softmax import LogSoftmaxTopology
@@ -39,7 +37,6 @@ from bi_jax.pallas_kernels.sampling.kernel_hopper import (
 from bi_jax.testing import bit_difference
 
 ROTATED_BYTES = 250e6  # logits of one program, against an L2 of 50 to 60 MB
-COPIED_FLOATS = 2**28
 CUT_SIZES = (1, 2, 3, 8, 33, 100)
 WALKS = (1, 2, 4, 8, 16)  # blocks a CTA
 KINDS = ("greedy", "greedy_among_drawn", "drawn", "logprob_alone")
@@ -212,80 +209,62 @@ def error_of(logits: np.ndarray, token: np.ndarray, logprob: np.ndarray) -> floa
     return float(np.abs(logprob - exact).max())
 
 
-def race(kind: str, problem: Problem, schedules: list[Schedule], copy: float, rounds: int):
-    """One row a schedule."""
-    launches = 2 if problem.dry else int(np.clip(ROTATED_BYTES / problem.bytes, 2, 40))
-    words = words_of(problem.rows)
-    inverse = jnp.full((problem.rows,), 1.0 if kind in ("drawn", "logprob_alone") else 0.0)
+@dataclasses.dataclass(frozen=True)
+class Race:
+    """Programs of one kind and size, ours by schedule and the peer's, on the same logits."""
+
+    kind: str
+    problem: Problem
+    names: list[str]
+    runs: list[tuple[Any, tuple, int]]  # compiled program, arguments, launches in it
+
+
+def prepare(kind: str, problem: Problem, schedules: list[Schedule]) -> Race:
+    launches = 2 if problem.dry else int(np.clip(ROTATED_BYTES / problem.bytes, 2, 8))
+    drawn = kind in ("drawn", "logprob_alone")
     arguments = (
         [model_like(i, (problem.rows, problem.vocab)) for i in range(launches)],
-        words,
-        inverse,
+        words_of(problem.rows),
+        jnp.full((problem.rows,), 1.0 if drawn else 0.0),
     )
     calls = {str(s): ours(kind, problem, s) for s in schedules} | {"xla": xla(kind)}
-    programs = {name: repeated(call) for name, call in calls.items()}
-    repeats = 1 if problem.dry else max(2, int(20e3 / launches / (20 + problem.bytes / 4e6)))
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for program in programs.values():
+    programs = [repeated(call).lower(*arguments).compile() for call in calls.values()]
+    for program in programs:
         jax.block_until_ready(program(*arguments))
-    for _ in range(rounds):
-        for name, program in programs.items():
-            times[name].append(time_once(program, arguments, repeats) / launches)
-    peer = statistics.median(times["xla"])
-    return [
-        make_row(kind, problem, name, times[name], peer, copy) for name in programs if name != "xla"
-    ]
+    return Race(kind, problem, list(calls), [(p, arguments, launches) for p in programs])
 
 
-def repeated(call: Call) -> Call:
+def repeated(call: Call) -> Any:
     return jax.jit(lambda logits, *rest: [call(x, *rest) for x in logits])
 
 
-def time_once(program: Call, arguments: Any, repeats: int) -> float:
-    """Microseconds a run."""
-    out = None
-    start = time.perf_counter()
-    for _ in range(repeats):
-        out = program(*arguments)
-    jax.block_until_ready(out)
-    return (time.perf_counter() - start) / repeats * 1e6
+def finish(races: list[Race], copy: float) -> list[dict]:
+    """One row a schedule, from device times of all programs."""
+    runs = [run for race in races for run in race.runs]
+    dry = races[0].problem.dry
+    times = iter(wall_times(runs) if dry else device_times(runs))
+    rows = []
+    for race in races:
+        found = {name: next(times) for name in race.names}
+        peer = found.pop("xla")
+        rows += [make_row(race, name, us, peer, copy) for name, us in found.items()]
+    return rows
 
 
-def make_row(
-    kind: str, problem: Problem, schedule: str, times: list[float], peer: float, copy: float
-) -> dict:
-    us = statistics.median(times)
+def make_row(race: Race, schedule: str, us: float, peer: float, copy: float) -> dict:
+    problem = race.problem
     return dict(
         op="token_choice",
-        case=f"{kind}_{problem.vocab}",
+        case=f"{race.kind}_{problem.vocab}",
         rows=problem.rows,
         dtype="float32",
         ours_us=round(us, 2),
         peer="XLA argmax, categorical and log_softmax",
         peer_us=round(peer, 2),
         ratio=round(us / peer, 4),
-        ceiling_fraction=round(problem.bytes / (copy * 1e6) / us, 4),
+        ceiling_fraction=round(problem.bytes / (copy * us / 1e6), 4),
         schedule=schedule,
-        rounds_us=[round(t, 2) for t in times],
     )
-
-
-def copy_terabytes(dry: bool) -> float:
-    """Of a large device copy, read and write together."""
-    x = jnp.ones((2**16 if dry else COPIED_FLOATS,), jnp.float32)
-    copy = jax.jit(lambda a: a + 1)
-    jax.block_until_ready(copy(x))
-    us = statistics.median(time_once(copy, (x,), 10) for _ in range(5))
-    return 2 * x.nbytes / us / 1e6
-
-
-def versions() -> dict[str, str]:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError):
-        driver = "none"
-    return dict(jax=jax.__version__, python=sys.version.split()[0], driver=driver)
 
 
 def parse() -> argparse.Namespace:
@@ -296,7 +275,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--all-schedules", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("bits", "times"), default="")
     parser.add_argument("--json", default="")
     parser.add_argument("--dry-run", action="store_true")
@@ -307,31 +285,25 @@ def main() -> int:
     options = parse()
     sizes = [int(r) for r in options.rows.split(",")]
     dry, vocab = options.dry_run, 1100 if options.dry_run else options.vocab
-    copy = copy_terabytes(dry)
-    report: dict[str, Any] = dict(
-        date=time.strftime("%Y-%m-%d"),
-        chip=jax.devices()[0].device_kind,
-        versions=versions(),
-        command=" ".join(sys.argv),
-        copy_terabytes_a_second=round(copy, 3),
-        rows=[],
-    )
+    copy = 1e12 if dry else copy_bandwidth()
+    report: dict[str, Any] = dict(header={} if dry else header(copy, sys.argv))
     if options.only != "times":
         report["bits"] = check_bits(Problem(rows=max(sizes), vocab=vocab, dry=dry))
     print(report, flush=True)
+    races = []
     for kind in options.kinds.split(",") if options.only != "bits" else ():
         for rows in sizes:
             problem = Problem(rows=rows, vocab=vocab, dry=dry)
             schedules = [schedule_for(rows=rows, blocks=problem.blocks)]
             if options.all_schedules:
                 schedules = [Schedule(blocks_a_cta=n) for n in WALKS]
-            found = race(kind, problem, schedules, copy, options.rounds)
-            report["rows"] += found
-            for row in found:
-                print({k: v for k, v in row.items() if k not in ("op", "rounds_us")}, flush=True)
-            if options.json:
-                with open(options.json, "w") as file:
-                    json.dump(report, file, indent=1)
+            races.append(prepare(kind, problem, schedules))
+    report["rows"] = finish(races, copy) if races else []
+    for row in report["rows"]:
+        print({k: v for k, v in row.items() if k != "op"}, flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(report, file, indent=1)
     return 0
 
 

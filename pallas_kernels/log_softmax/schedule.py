@@ -20,4 +20,4 @@ class Schedule:
 
 def schedule_for(*, rows: int, blocks: int) -> Schedule:
     """The schedule of a batch; a block's numbers are the same whichever CTA makes them."""
-    return Schedule(blocks_a_cta=1 if rows * blocks <= FEW_CTAS else 4)
+    return Schedule(blocks_a_cta=1 if rows * blocks <= FEW_CTAS else 8)
