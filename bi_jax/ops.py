@@ -23,7 +23,26 @@ from bi_jax.pallas_kernels.sampling import topology_for as sampling_topology
 
 from .kv_cache import LayerPages
 from .row_products import cut_products, describe, layout_for
-from .sampling import TokenBackends
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBackends:
+    """Implementations of the ops of token choice, by name.
+
+    Attributes:
+      choose_token: the draw.
+      target_logprobs: the score; on Hopper both come from one op where nothing else is reported.
+      cut: `find_cut` and `top_tokens`.
+    """
+
+    choose_token: str
+    target_logprobs: str
+    cut: str
+
+    @property
+    def share_a_pass(self) -> bool:
+        """Whether the draw and the score can read the logits together; the bits are the same."""
+        return self.choose_token == self.target_logprobs == HOPPER
 
 
 @dataclass(frozen=True, kw_only=True)

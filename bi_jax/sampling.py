@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from bi_jax.pallas_kernels.float_order import LOWEST
 from bi_jax.pallas_kernels.log_softmax import target_logprobs
-from bi_jax.pallas_kernels.primitive import HOPPER
 from bi_jax.pallas_kernels.sampling import (
     choose_and_score,
     choose_token,
@@ -21,6 +20,7 @@ from bi_jax.pallas_kernels.sampling import (
     top_tokens,
 )
 
+from .ops import TokenBackends
 from .sampling_rows import RowSampling, SamplingRows, request_key, row_sampling, stack_rows
 
 __all__ = [
@@ -34,26 +34,6 @@ __all__ = [
     "score",
     "stack_rows",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenBackends:
-    """Implementations of the ops of token choice, by name.
-
-    Attributes:
-      choose_token: the draw.
-      target_logprobs: the score; on Hopper both come from one op where nothing else is reported.
-      cut: `find_cut` and `top_tokens`.
-    """
-
-    choose_token: str
-    target_logprobs: str
-    cut: str
-
-    @property
-    def share_a_pass(self) -> bool:
-        """Whether the draw and the score can read the logits together; the bits are the same."""
-        return self.choose_token == self.target_logprobs == HOPPER
 
 
 @jax.tree_util.register_dataclass
