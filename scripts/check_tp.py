@@ -18,13 +18,13 @@ from dataclasses import asdict
 
 import jax
 
-PARTS = ("collectives", "engine")
+PARTS = ("collectives", "engine", "trainer")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--virtual", type=int, metavar="N", help="N virtual devices of a CPU")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of collectives,engine")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of collectives,engine,trainer")
     parser.add_argument("--degrees", help="such as 1,2,4; default: all that fit")
     parser.add_argument("--layers", type=int, help="of the model; default: all")
     parser.add_argument("--tokens", type=int, help="of a completion; default: 256, 128 on a CPU")
@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     # After the number of devices is settled: these ask for them.
     import tp_check_collectives
     import tp_check_engine
+    import tp_check_trainer
     from run_header import run_header
     from tp_claims import exit_status
 
@@ -72,6 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         claims += tp_check_collectives.checks(degrees, backend, largest_kib=arguments.largest_kib)
     if "engine" in parts:
         claims += tp_check_engine.checks(plan)
+    if "trainer" in parts:
+        claims += tp_check_trainer.checks(config.replace(**tp_check_engine.TRAINED))
     status = exit_status(claims)
     print(f"exit status {status}")
     if arguments.json:

@@ -46,6 +46,17 @@ SMALL = TransformerConfig(
 LARGE = QWEN3_8B.replace(max_position=2048)
 
 
+# A trainer's model: of these widths, but small enough to differentiate.
+TRAINED = dict(
+    num_layers=1,
+    vocab_size=2048,
+    max_position=256,
+    bos_token_id=None,
+    eos_token_ids=(),
+    pad_token_id=None,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What to run.
