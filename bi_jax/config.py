@@ -21,7 +21,8 @@ class EngineConfig:
         `memory_fraction` leaves, on a CPU 256 MiB.
       memory_fraction: (schedule) share of what the process may take of a GPU (JAX's own limit is
         XLA_PYTHON_CLIENT_MEM_FRACTION, 0.75 of the memory where it is not set) that weights, steps
-        and cache fill together.
+        and cache fill together. `update_weights` needs room for the new weights beside the old
+        ones, and `Engine.rescheduled` for a second cache: then take less.
       max_model_len: (schedule) longest sequence, prompt included; None: the model's context.
       prefix_caching: (schedule) prompts that begin alike share the pages of that beginning, also
         with requests that are done. A prompt whose own log-probabilities are asked for is computed

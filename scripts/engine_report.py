@@ -77,6 +77,8 @@ def table(result: dict[str, Any]) -> str:
 def plot(result: dict[str, Any]) -> str:
     """SVG: the floor, stock and ours of each case, in units of the floor; ours by class."""
     rows = [row for row in result["rows"] if "classes_ms" in row]
+    if not rows:
+        raise SystemExit("no case was profiled: nothing to draw")
     longest = max(row["ours_ms"] / row["floor_ms"] for row in rows)
     unit = (WIDTH - LEFT - 60) / longest
     title = f"time of a step over its floor, {result['header']['chip']}, {result['header']['date']}"
