@@ -5,7 +5,8 @@
 
 Both sides are the same runner with only the ops record swapped, for one row and for sixteen. All
 prompts are prefilled in one step; what is timed are the decode steps after it, every one of all
-rows. Rounds alternate between the sides; figures are medians of decode tokens a second.
+rows. Rounds alternate between the sides; figures are medians of decode tokens a second, and of the
+process's CPU milliseconds a step, which other load on the machine disturbs much less.
 """
 
 import argparse
@@ -42,8 +43,8 @@ def make_engine(model: Any, rows: int, *, stock: bool) -> Engine:
     return Engine(model, config=config, ops=stock_ops(by_rows=True) if stock else None)
 
 
-def decode_rate(engine: Engine, rows: int, tokens: int) -> float:
-    """Decode tokens a second of `rows` completions; prefill steps are not counted."""
+def decode_rate(engine: Engine, rows: int, tokens: int) -> tuple[float, float]:
+    """Decode tokens a second of `rows` completions and CPU milliseconds a step, without prefill."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=0)
     active = []
@@ -52,12 +53,13 @@ def decode_rate(engine: Engine, rows: int, tokens: int) -> float:
         active.append(engine.add_request(engine.make_request(prompt, params)))
     engine.step()
     assert all(len(request.completions[0].token_ids) == 1 for request in active)
-    start, steps = time.perf_counter(), 0
+    start, start_cpu, steps = time.perf_counter(), time.process_time(), 0
     while engine.has_unfinished_requests:
         engine.step()
         steps += 1
     assert steps == tokens - 1
-    return rows * steps / (time.perf_counter() - start)
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
+    return rows * steps / seconds, 1e3 * cpu_seconds / steps
 
 
 def main() -> int:
@@ -75,13 +77,28 @@ def main() -> int:
         sides = {name: make_engine(model, rows, stock=name == "jnp") for name in ("ours", "jnp")}
         for engine in sides.values():
             decode_rate(engine, rows, 4)
-        rates: dict[str, list[float]] = {name: [] for name in sides}
+        seen: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(arguments.rounds):
             for name, engine in sides.items():
-                rates[name].append(decode_rate(engine, rows, arguments.tokens))
-        ours, stock = (statistics.median(rates[name]) for name in ("ours", "jnp"))
-        rows_of.append({"batch": rows, "ours": ours, "jnp": stock, "ratio": ours / stock})
-        print(f"batch {rows:2d}: ours {ours:7.2f} tokens/s, jnp {stock:7.2f}, {ours / stock:.2f}")
+                seen[name].append(decode_rate(engine, rows, arguments.tokens))
+        rates = {name: statistics.median(r for r, _ in found) for name, found in seen.items()}
+        cpu_ms = {name: statistics.median(c for _, c in found) for name, found in seen.items()}
+        ratio, cpu_ratio = rates["ours"] / rates["jnp"], cpu_ms["jnp"] / cpu_ms["ours"]
+        rows_of.append(
+            {
+                "batch": rows,
+                **rates,
+                "ratio": ratio,
+                "cpu_ms_a_step": cpu_ms,
+                "cpu_ratio": cpu_ratio,
+            }
+        )
+        print(
+            f"batch {rows:2d}: ours {rates['ours']:7.2f} tokens/s, jnp {rates['jnp']:7.2f}, "
+            f"{ratio:.2f}; CPU ms a step: ours {cpu_ms['ours']:.1f}, jnp {cpu_ms['jnp']:.1f}, "
+            f"{cpu_ratio:.2f}",
+            flush=True,
+        )
     report = {
         "date": datetime.date.today().isoformat(),
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
