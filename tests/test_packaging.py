@@ -92,7 +92,7 @@ def test_the_editable_install_works_where_the_user_has_a_models_package(tmp_path
 
 WATCH_IMPORT = """
 import importlib, json, os, sys
-import jax, flax.nnx  # what they do to the environment is theirs
+import jax, flax.nnx, jax.experimental.pallas.mosaic_gpu  # what they set is theirs
 before = dict(os.environ)
 for name in NAMES:
     importlib.import_module(name)
