@@ -9,6 +9,9 @@ from flax import nnx
 from bi_jax.audit_program import audit, inspect
 from bi_jax.gradient_sum import accumulate
 from bi_jax.kv_cache import make_cache
+from bi_jax.models.families.llama import LLAMA_3_1_8B, SMOLLM2_135M
+from bi_jax.models.transformer import Transformer
+from bi_jax.ops import ON_HOPPER, transformer_ops
 from bi_jax.stock_ops import stock_ops
 from bi_jax.testing import assert_same_bits, bit_difference
 from bi_jax.token_layout import PAGE_SIZE, lay_out, pages_for
@@ -241,6 +244,30 @@ def test_the_differentiated_program_computes_in_our_ops_alone(dtype, compiled):
     assert expected <= report.ours.keys()
     plain = inspect(lambda x: jax.nn.softmax(x), cotangent, compiled=False)
     assert plain.findings  # the control
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [SMOLLM2_135M, LLAMA_3_1_8B], ids=["SmolLM2", "Llama 8B"])
+def test_the_differentiated_program_lowers_for_a_card(config):
+    """In bfloat16 for sm90: every product, backwards too, is a launch of a kernel of ours."""
+    config = config.replace(num_layers=2, dtype="bfloat16", param_dtype="float32")
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    ops = transformer_ops(config, backend=ON_HOPPER)
+
+    def step(params, rest, tokens, mask):
+        def loss(params):
+            model = nnx.merge(graph, params, rest)
+            out = token_logprobs(model, tokens, segment_ids=mask, ops=ops, scan_layers=True)
+            return jnp.sum(out), out
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    ids = jax.ShapeDtypeStruct((2, 320), jnp.int32)
+    traced = jax.jit(step).trace(params, rest, ids, ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "dot_general" not in text
+    assert text.count("custom_call @mosaic_gpu") > 25
 
 
 def test_refusals_name_what_came():

@@ -1,8 +1,10 @@
 """The attention gradient of a GPU, pair by pair of blocks, with a CPU's products."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from jax import lax
 from bi_jax.pallas_kernels.attention import attention, topology_for, write_pages
 from bi_jax.pallas_kernels.attention.gradient_blocks import attention_gradient_blocks
 from bi_jax.pallas_kernels.attention.reference_backward import attention_gradient_reference
+from bi_jax.pallas_kernels.matmul.kernel_hopper import matmul_hopper
+from bi_jax.pallas_kernels.matmul.schedule import Schedule
 from bi_jax.pallas_kernels.primitive import HOPPER, REFERENCE
 from bi_jax.pallas_kernels.ragged import RaggedBatch
 from bi_jax.testing import assert_same_bits, bit_difference
@@ -111,3 +115,35 @@ def test_the_backward_pass_lowers_to_kernels_of_ours():
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "dot_general" not in text
     assert text.count("custom_call @mosaic_gpu") >= 1 + 3  # equal products are lowered once
+
+
+@pytest.mark.slow
+def test_with_the_interpreted_matmul_kernel():
+    """bfloat16, one head of 64: three pairs of blocks, five launches each."""
+    tokens, width = 70, 64
+    schedule = Schedule(tile_m=64, tile_n=32, stages=3, ctas=2)
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return matmul_hopper(x, w, out_dtype="float32", schedule=schedule)
+
+    shapes = [(tokens, 1, 1, width), (tokens, 1, width), (tokens, 1, width)]
+    q, k, v = (jnp.asarray(_draw(s, i), jnp.bfloat16) for i, s in enumerate(shapes))
+    dout, dlse = (jnp.asarray(_draw(s, 7)) for s in (shapes[0], shapes[0][:3]))
+    batch = dataclasses.replace(
+        _batch((tokens, 0)),
+        query_start=jnp.asarray([0, tokens], jnp.int32),
+        page_table=jnp.asarray([[1, 0]], jnp.int32),
+    )
+    pages = jnp.zeros((2, 1, 64, width), jnp.bfloat16)
+    pages = write_pages(pages, pages, k, v, batch)
+    options = dict(scale=0.125, window=None)
+    out, lse = attention(q, *pages, batch, backend=REFERENCE, **options)
+    rest = (batch.positions, batch.request, batch.query_start, batch.page_table)
+    arrays = (q, *pages, *rest, batch.num_tokens, out, lse, dout.astype(jnp.bfloat16), dlse)
+    options["topology"] = topology_for(head_dim=width)
+    expected = attention_gradient_reference(*arrays, **options)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        found = attention_gradient_blocks(*arrays, product=product, block=64, **options)
+    for got, wanted in zip(found, expected, strict=True):
+        got, wanted = (np.asarray(a, np.float64) for a in (got, wanted))
+        assert np.linalg.norm(got - wanted) < 3e-3 * np.linalg.norm(wanted)

@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _command(model: Path, out: Path, schedule: str, *more: str) -> list[str]:
-    bits = ("--steps", str(STEPS), "--reward", "lowercase", "--learning-rate", "1e-3")
+    bits = ("--steps", str(STEPS), "--reward", "lowercase", "--learning-rate", "3e-4")
     bits += ("--updates", "2", "--kl-coef", "0.02", "--clip", "0.05")
     script = ROOT / "scripts" / "train_grpo.py"
     command = [sys.executable, str(script), "--model", str(model), "--out", str(out)]
