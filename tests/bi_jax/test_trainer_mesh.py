@@ -144,8 +144,14 @@ class Weights(nnx.Module):
         self.final_norm = nnx.Dict(scale=nnx.Param(jnp.zeros((12,))))
 
 
-@pytest.mark.parametrize("fsdp, tp", [(1, 2), (4, 1), (2, 4), (3, 2)])
-@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize(
+    "fsdp, tp, rows",
+    [
+        (2, 4, 8),
+        (3, 2, 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2, 5), (4, 1, 8))),
+    ],
+)
 def test_the_tree_over_rows_does_not_follow_the_mesh(fsdp, tp, rows):
     """Gradients that are given, so that only the sum over rows is tried."""
     given = {n: operands.spread((rows, *s), seed=3) for n, s in (("e", (8, 12)), ("s", (12,)))}
