@@ -136,6 +136,10 @@ def _marked(eqn: Any, xs: Values, found: _Found) -> Values:
         xs = [logits, jnp.take(places, xs[1], mode="clip"), *xs[2:]]
     elif name == "bi_merge_parts":
         xs = [_shuffled(xs[0], [0], found)]
+    elif name == "bi_segmented_matmul":
+        x, w, *rest = xs
+        parts = _shuffled(x.reshape(len(x), w.shape[0], w.shape[2]), [2], found)
+        xs = [parts.reshape(x.shape), _shuffled(w, [2], found), *rest]
     elif operands is None:
         if name not in _ADD_NOTHING or (name == "bi_rope" and _norms(xs)):
             found.unknown.add(name)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bi_jax.pallas_kernels.log_softmax import target_logprobs
-from bi_jax.pallas_kernels.matmul import matmul
+from bi_jax.pallas_kernels.matmul import matmul, segmented_matmul
 from bi_jax.pallas_kernels.rms_norm import rms_norm
 from bi_jax.testing import Inconclusive, assert_batch_invariant, operands, reordered
 from bi_jax.testing.reorder import NothingToReorder
@@ -151,6 +151,18 @@ def test_the_control_shuffles_a_vocabulary_with_its_targets():
     assert np.asarray(plain).tobytes() != np.asarray(other).tobytes()
     np.testing.assert_allclose(other, plain, rtol=1e-5, atol=1e-5)
     assert_batch_invariant(score, [logits, target], sizes=(2,), neighbours=("nan",))
+
+
+def test_the_control_reorders_within_segments():
+    x, w = operands.spread((3, 128), seed=1), operands.spread((8, 24, 16), seed=2)
+
+    def product(x, w):
+        return segmented_matmul(x, w, backend="reference")
+
+    plain, other = product(x, w), reordered(product)(x, w)
+    assert np.asarray(other).tobytes() != np.asarray(plain).tobytes()
+    scale = np.abs(np.asarray(plain)).max()
+    np.testing.assert_allclose(other / scale, plain / scale, atol=1e-5)
 
 
 def test_the_control_reaches_into_loops_and_branches():
