@@ -120,7 +120,8 @@ def copy_bandwidth() -> float:
 def header(bandwidth: float, argv: list[str] | None = None) -> dict:
     """What the numbers of a run were measured on; `argv` if more of it than the verb matters."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    chip, driver = subprocess.check_output(query, text=True).strip().split(", ")
+    # A line for each card; what is timed here runs on the first.
+    chip, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
     words = sys.argv[:2] if argv is None else argv
     return dict(
         date=datetime.date.today().isoformat(),
