@@ -80,7 +80,7 @@ def build_cluster(rollout: str, updates: int, temperature: float) -> Any:
     actor, reference = (bi_tunix.Actor(build_transformer(CONFIG, params)) for _ in range(2))
     engine: Any = "vanilla"
     if rollout == "bi_jax":
-        settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
+        settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=128)
         engine = functools.partial(bi_tunix.Rollout, engine_config=settings)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
