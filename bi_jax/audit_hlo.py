@@ -4,9 +4,11 @@ The jaxpr has been audited before; here it is seen what the compiler made of it:
 partitioner added, products that it rewrote to library calls, arithmetic that it moved or made.
 
 An instruction is taken for ours if its recorded name holds the scope of one of our ops, or if it
-has no name and stands in a loop, branch or fusion that is ours. Names in a compiled program are
-notes that any code can write, so this part trusts them only because every float operation outside
-a marked primitive, whatever its name, has been refused in the jaxpr already.
+has no name and either stands in a loop, branch or fusion that is ours or is used by ours alone (a
+product that the compiler wrote anew: its name is left on the reshape behind it). Names in a
+compiled program are notes that any code can write, so this part trusts them only because every
+float operation outside a marked primitive, whatever its name, has been refused in the jaxpr
+already.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from . import audit_rules as rules
 from .audit_report import Finding
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(")
 _FLOAT = re.compile(r"\b(?:bf16|f\d+\w*|c64|c128)\[")
 _CALLED = re.compile(
     r"(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
@@ -44,13 +46,24 @@ _ASYNC = re.compile(r"(?P<base>.+)-(?P<part>start|update|done)")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of the program: its computation, opcode, result, recorded name and the line."""
+    """One line of the program.
+
+    Attributes:
+      computation: where it stands.
+      result: its own name in there, without "%".
+      opcode, shape: what it does, and the type of its result.
+      name: the path of scopes that JAX recorded; empty for what the compiler made itself.
+      line: the whole.
+      is_root: whether its result is the computation's.
+    """
 
     computation: str
+    result: str
     opcode: str
     shape: str
-    name: str  # the path of scopes that JAX recorded; empty for what the compiler made itself
+    name: str
     line: str
+    is_root: bool
 
     @property
     def called(self) -> list[str]:
@@ -150,13 +163,30 @@ class HloAudit:
             return
         if opcode in rules.EXACT_HLO or opcode in rules.CONTROL_HLO or opcode == "convert":
             return
-        if self._is_allowed(instruction):
+        if self._is_allowed(instruction) or (not across and self._serves_ours(instruction)):
             return
         if opcode == "scatter":
             if "unique_indices=true" not in instruction.line:
                 self._refuse(instruction, "scatter", "(it does not state unique_indices)")
             return
         self._refuse(instruction, _kind(opcode))
+
+    def _serves_ours(self, instruction: Instruction) -> bool:
+        """Whether it has no name and everything that uses it is ours, and no kernel's scope."""
+        if instruction.name or instruction.is_root:
+            return False
+        used = re.compile(rf"%{re.escape(instruction.result)}(?![\w.\-])")
+        users = [
+            other
+            for other in self.instructions
+            if other.computation == instruction.computation
+            and other is not instruction
+            and used.search(other.line)
+        ]
+        return bool(users) and all(
+            self._named_ours(user) and self._kernels.isdisjoint(user.name.split("/"))
+            for user in users
+        )
 
     def _is_allowed(self, instruction: Instruction) -> bool:
         """Whether it comes from a primitive that the caller allows, and is of its kind.
@@ -217,11 +247,11 @@ def _parse(text: str) -> tuple[list[Instruction], list[str]]:
             continue
         match = _INSTRUCTION.match(line)
         if match and computation:
-            _, shape, opcode = match.groups()
-            name = _NAME.search(line)
-            instructions.append(
-                Instruction(computation, opcode, shape, name.group(1) if name else "", line)
-            )
+            root, result, shape, opcode = match.groups()
+            named = _NAME.search(line)
+            name = named.group(1) if named else ""
+            found = Instruction(computation, result, opcode, shape, name, line, bool(root))
+            instructions.append(found)
     return instructions, entries
 
 

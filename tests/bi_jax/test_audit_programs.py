@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from bi_jax import Engine, EngineConfig, SamplingParams
 from bi_jax.audit_hlo import HloAudit
 from bi_jax.audit_program import audit, inspect
 from bi_jax.kv_cache import make_cache
@@ -190,12 +191,36 @@ def test_around_a_kernel_the_compiler_computes_nothing_either():
     assert findings(named, kernels=["bi_op"]) == [("add", "arithmetic")]
 
 
+def test_a_product_that_the_compiler_wrote_anew_is_its_users():
+    name = 'metadata={op_name="jit(f)/bi_op/dot_general"}'
+    used = f"  %r.1 = f32[4]{{0}} OPCODE(%k, %k)\n  %b = f32[4]{{0}} bitcast(%r.1), {name}\n"
+    dot = optimised(extra=used.replace("OPCODE", "dot"))
+    assert findings(dot) == []
+    assert findings(dot, kernels=["bi_op"]) == [("dot", "dot")]
+    # Somebody else reads it too; nobody reads it; devices are added over.
+    elsewhere = used.replace("OPCODE", "dot") + "  %c = f32[4]{0} copy(%r.1)\n"
+    assert findings(optimised(extra=elsewhere)) == [("dot", "dot")]
+    assert findings(dot.replace("bitcast(%r.1)", "bitcast(%r.10)")) == [("dot", "dot")]
+    across = used.replace("OPCODE(%k, %k)", "all-reduce(%k), to_apply=%sum")
+    assert findings(optimised(extra=across)) == [("all-reduce", "collective")]
+
+
 def test_findings_name_the_source_line():
     text = optimised(
         extra='  %r = f32[4]{0} add(%k, %k), metadata={op_name="jit(f)/add" stack_frame_id=1}\n'
     )
     (finding,) = HloAudit(text, ["bi_op"], {}).findings
     assert finding.where == "model.py:7" and finding.shape == "f32[4]"
+
+
+def test_a_context_of_one_page_passes():
+    """There the compiler unrolls the attention reference's loops into the step itself."""
+    model = build_transformer(CONFIG, random_params(CONFIG, 0))
+    settings = EngineConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
+    engine = Engine(model, config=settings)
+    (output,) = engine.generate([[1]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3 and engine.identity.audited
+    assert {tokens for tokens, *_ in engine.runner.programs} == {1}
 
 
 @pytest.mark.gpu
