@@ -238,7 +238,9 @@ class Engine(StepLoop):
         request = self.make_request(prompt, sampling_params or SamplingParams())
         active = self._add(request, claimed=True)
         try:
-            while active.final is None:
+            output = None
+            # Others run steps too: the end may come between two of ours, and must still be shown.
+            while output is None or output is not active.final:
                 output = self._advance(active)
                 if output is not None:
                     yield output
@@ -261,7 +263,8 @@ class Engine(StepLoop):
         request = self.make_request(prompt, sampling_params or SamplingParams())
         active = await asyncio.to_thread(self._add, request, claimed=True)
         try:
-            while active.final is None:
+            output = None
+            while output is None or output is not active.final:  # as in `stream`
                 output = await asyncio.to_thread(self._advance, active)
                 if output is not None:
                     yield output

@@ -53,6 +53,23 @@ def test_streams_share_steps(expected: list[RequestOutput]):
     assert engine.step() == [] and engine.metrics().pages_in_use == 0
 
 
+def test_the_end_is_shown_although_another_ran_the_last_step(expected: list[RequestOutput]):
+    """A slow consumer finds the request ended since its last look, and still gets all of it."""
+    engine = tiny.rescheduled()
+    slow = engine.stream(PROMPTS[0], PARAMS[0])
+    seen = [next(slow)]
+    engine.generate([PROMPTS[1]], PARAMS[1])  # its steps are the slow one's too
+    seen += slow
+    check_growth(seen, expected[0])
+    assert len(seen) == 2 and not engine.has_unfinished_requests
+
+    ended = engine.stream(PROMPTS[0], PARAMS[0])
+    next(ended)
+    (request_id,) = engine._active
+    engine.abort(request_id)
+    assert [output.outputs[0].finish_reason for output in ended] == ["abort"]
+
+
 def test_a_cancelled_client_takes_only_its_own_request_along(expected: list[RequestOutput]):
     engine = tiny.rescheduled()
 
