@@ -82,6 +82,7 @@ def test_a_change_of_weights_changes_identity_and_bits(engine, certificate):
     assert any(line.startswith("control") for line in found)
 
 
+@pytest.mark.slow
 def test_an_engine_with_stock_ops_fails(stock):
     """The battery's own negative control, run as a certificate."""
     certificate = certify(stock, tokens=6, filters=False, control=False)

@@ -40,7 +40,7 @@ def limit(degrees: int, sigmas: float = 4.0) -> float:
     return degrees * (1 - part + sigmas * part**0.5) ** 3
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_draws_follow_the_softmax(temperature: float):
     engine = tiny.rescheduled(token_buckets=(64,))
     params = [

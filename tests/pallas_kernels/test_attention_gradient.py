@@ -71,7 +71,8 @@ def _gradients(gradient, arrays, batch, window) -> list[np.ndarray]:
 _blocks = functools.partial(attention_gradient_blocks, product=_product, block=64)
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 70])
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 70])
 def test_blocks_agree_with_the_reference(window):
     arrays, batch = _inputs(sum(LENGTHS)), _batch(LENGTHS)
     ours = _gradients(_blocks, arrays, batch, window)
