@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,8 +106,10 @@ def _engine(arguments: argparse.Namespace) -> Engine:
     cache = enable_compilation_cache()
     enable_program_store(cache and cache / "audited")
     if arguments.tensor_parallel_size > 1:
-        # So that it can be tried on a CPU, whose cores count as one device otherwise.
-        jax.config.update("jax_num_cpu_devices", arguments.tensor_parallel_size)
+        # So that it can be tried on a CPU, whose cores count as one device otherwise. Where JAX
+        # runs already it has the devices that it has, and the engine says if they are too few.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", arguments.tensor_parallel_size)
     config = EngineConfig(
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,

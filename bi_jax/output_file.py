@@ -45,7 +45,10 @@ class OutputFile:
     def write(
         self, lines: Sequence[PromptLine], outputs: Sequence[RequestOutput], engine: Engine
     ) -> None:
-        """One line a completion: ids, text, log-probabilities, seed, reason and identity."""
+        """One line a completion: ids, text, log-probabilities, seed, reason and identity.
+
+        What the identity is made of is in the first line, as "identity_fields".
+        """
         if self._path is None or self._temporary is None:
             return
         records = [
@@ -53,6 +56,8 @@ class OutputFile:
             for line, output in zip(lines, outputs, strict=True)
             for completion in output.outputs
         ]
+        if records:
+            records[0]["identity_fields"] = engine.identity.to_dict()
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         self._temporary.write_text(text, encoding="utf-8")
         mask = os.umask(0)
