@@ -142,8 +142,9 @@ def test_interpreted_kernel_attends(step, schedule, window):
     ("step", "schedule", "window"),
     [
         (MIXED, Schedule(consumers=2, ctas=2), None),
-        (Step(queries=(1, 2), contexts=(300, 140), rows=3, group=3, dtype="float16"),
-         Schedule(consumers=1, ctas=3), 150),
+        pytest.param(
+            Step(queries=(1, 2), contexts=(300, 140), rows=3, group=3, dtype="float16"),
+            Schedule(consumers=1, ctas=3), 150, marks=pytest.mark.slow),
     ],
     ids=["chunks", "window"],
 )  # fmt: skip

@@ -19,7 +19,7 @@ def _fixture(tokens=33, kv_heads=2, group=3, width=64, dtype="float32"):
     return qkv, cos, sin, scale
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_a_token_has_the_same_bits_in_every_batch(dtype, normed):
     qkv, cos, sin, scale = _fixture(dtype=dtype)
