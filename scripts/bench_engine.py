@@ -13,7 +13,6 @@ many requests as the largest decode step holds, with prompts and completions of 
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
 import json
 import pathlib
 import statistics
@@ -24,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_timing import copy_bandwidth
+from device_timing import copy_bandwidth, header
 from engine_cases import (
     CASES,
     PARTS,
@@ -294,7 +293,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     bandwidth = 1e10 if arguments.tiny else copy_bandwidth()
     rate = matmul_rate(arguments.tiny)
     note(f"copy {bandwidth / 1e12:.3f} TB/s, product {rate / 1e12:.1f} TFLOP/s")
-    result["header"] = header(bandwidth)
+    libraries = dict(versions.library_versions(jax.default_backend()))
+    result["header"] = header(bandwidth, sys.argv) | {"versions": libraries}
     result["matmul_tflop_s"] = round(rate / 1e12, 1)
     result["model"] = str(config)
     result["ops"] = dict(engine.ops.description)
@@ -330,17 +330,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         note("   ", row["stock"].get("classes_us"))
         save(result, arguments)
     return result
-
-
-def header(bandwidth: float) -> dict[str, Any]:
-    return {
-        "date": datetime.date.today().isoformat(),
-        "chip": versions.chip_name(jax.devices()[0]),
-        "driver": versions.driver_version(),
-        "versions": dict(versions.library_versions(jax.default_backend())),
-        "command": "python scripts/bench_engine.py",
-        "copy_bandwidth_tb_s": round(bandwidth / 1e12, 3),
-    }
 
 
 def save(result: dict[str, Any], arguments: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ import datetime
 import functools
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from bi_jax import versions
 
 CALLS = 3
 MARKER = "sine"  # a kernel of this name stands between two programs in the trace
@@ -119,14 +120,11 @@ def copy_bandwidth() -> float:
 
 def header(bandwidth: float, argv: list[str] | None = None) -> dict:
     """What the numbers of a run were measured on; `argv` if more of it than the verb matters."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    # A line for each card; what is timed here runs on the first.
-    chip, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
     words = sys.argv[:2] if argv is None else argv
     return dict(
         date=datetime.date.today().isoformat(),
-        chip=chip,
-        driver=driver,
+        chip=versions.chip_name(jax.devices()[0]),
+        driver=versions.driver_version(),
         jax=jax.__version__,
         jaxlib=jax.lib.__version__,
         python=sys.version.split()[0],

@@ -16,6 +16,7 @@ from bi_jax.models.transformer import Transformer, build_transformer
 from bi_jax.stock_ops import stock_ops
 from bi_jax.testing import assert_same_bits, bit_difference
 from bi_jax.trainer_logprobs import token_logprobs
+from tests.bi_jax.trainer_rows import Rows
 from tests.models.fixture_models import CHECKPOINTS
 
 FAMILIES = ("llama3", "mistral", "qwen2", "qwen3", "smollm2")
@@ -29,17 +30,8 @@ class Fixture(NamedTuple):
     temperature: float
     length: int
 
-
-class Rows(NamedTuple):
-    """[B, T] each: ids, 1 where there is a token, where it was drawn, and what was emitted."""
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    drawn: np.ndarray
-    emitted: np.ndarray
-
-    def micro(self, start: int, count: int) -> "Rows":
-        return Rows(*(a[start : start + count] for a in self))
+    def rows(self, side: str) -> Rows:
+        return Rows.of(self.outputs, self.length, side)
 
 
 @functools.cache
@@ -82,23 +74,6 @@ def sampled(name: str, temperature: float, count: int, new: int) -> Fixture:
         for i in range(count)
     ]
     return Fixture(engine_of(name).generate(prompts, params), temperature, LONGEST_PROMPT + new)
-
-
-def rows_of(fixture: Fixture, side: str) -> Rows:
-    shape = (len(fixture.outputs), fixture.length)
-    rng = np.random.default_rng(6)
-    tokens = rng.integers(0, 100, shape).astype(np.int32)  # padding holds anything
-    mask, drawn = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
-    emitted = np.zeros(shape, np.float32)
-    for row, output in enumerate(fixture.outputs):
-        prompt, completion = output.prompt_token_ids, output.outputs[0]
-        end = len(prompt) + len(completion.token_ids)
-        start = fixture.length - end if side == "left" else 0
-        place, new = slice(start, start + end), slice(start + len(prompt), start + end)
-        tokens[row, place] = [*prompt, *completion.token_ids]
-        mask[row, place], drawn[row, new] = 1, True
-        emitted[row, new] = completion.logprobs
-    return Rows(tokens, mask, drawn, emitted)
 
 
 def trainer(name: str, temperature: float, *, remat: bool, differentiate: bool, ops: Any = None):
@@ -146,7 +121,7 @@ def test_the_families_are_all_there():
 @pytest.mark.parametrize(("name", "temperature"), [("llama3", 0.7), ("mistral", 1.0)])
 def test_a_family_recomputes_what_it_emitted(name: str, temperature: float):
     fixture = sampled(name, temperature, 4, 48)
-    rows = rows_of(fixture, "left")
+    rows = fixture.rows("left")
     step = trainer(name, temperature, remat=False, differentiate=False)
     assert_same_bits(recomputed(step, rows, 2), rows.emitted[rows.drawn])
 
@@ -162,14 +137,14 @@ def test_64_completions_of_256_tokens(name: str, record_property):
         (0.7, 4, "left", True, True),
     )
     for temperature, size, side, remat, differentiate in cases:
-        rows = rows_of(sampled(name, temperature, 64, 256), side)
+        rows = sampled(name, temperature, 64, 256).rows(side)
         assert rows.drawn.sum() == 64 * 256
         step = trainer(name, temperature, remat=remat, differentiate=differentiate)
         if differentiate:  # a backward pass of all would take minutes
             rows = rows.micro(0, 16)
         context = f"{name} {temperature} {size} {side} remat={remat} grad={differentiate}"
         assert_same_bits(recomputed(step, rows, size), rows.emitted[rows.drawn], context=context)
-    rows = rows_of(sampled(name, 1.0, 64, 256), "left")
+    rows = sampled(name, 1.0, 64, 256).rows("left")
     step = trainer(name, 1.0, remat=False, differentiate=False, ops=stock_ops())
     stock, emitted = recomputed(step, rows, 16), rows.emitted[rows.drawn]
     assert bit_difference(stock, emitted) is not None  # the control

@@ -1,7 +1,7 @@
 """The trainer on a card: it recomputes what was emitted, and its gradients keep their bits."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,13 @@ from bi_jax.models import (
 from bi_jax.models.families.llama import LLAMA_3_1_8B
 from bi_jax.stock_ops import stock_ops
 from bi_jax.testing import assert_same_bits, bit_difference
+from tests.bi_jax.trainer_rows import Rows
 
 pytestmark = pytest.mark.gpu
 ROWS, NEW, LENGTH = 64, 256, 320
 GRADIENT_ROWS = 8
 DTYPES = dict(dtype="bfloat16", param_dtype="float32")
 MODELS = ("SmolLM2-135M-Instruct", "two layers of Llama-3.1-8B")
-
-
-class Rows(NamedTuple):
-    """[B, T] each: ids, 1 where there is a token, where it was drawn, and what was emitted."""
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    drawn: np.ndarray
-    emitted: np.ndarray
-
-    def micro(self, start: int, count: int) -> "Rows":
-        return Rows(*(a[start : start + count] for a in self))
 
 
 @functools.cache
@@ -87,17 +76,7 @@ def sampled(name: str, temperature: float) -> tuple[Any, ...]:
 
 
 def rows_of(name: str, temperature: float, side: str) -> Rows:
-    shape = (ROWS, LENGTH)
-    tokens, mask = np.full(shape, 7, np.int32), np.zeros(shape, np.int32)
-    drawn, emitted = np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
-    for row, output in enumerate(sampled(name, temperature)):
-        count, completion = len(output.prompt_token_ids), output.outputs[0]
-        start = LENGTH - count - NEW if side == "left" else 0
-        place, new = slice(start, start + count + NEW), slice(start + count, start + count + NEW)
-        tokens[row, place] = [*output.prompt_token_ids, *completion.token_ids]
-        mask[row, place], drawn[row, new] = 1, True
-        emitted[row, new] = completion.logprobs
-    return Rows(tokens, mask, drawn, emitted)
+    return Rows.of(sampled(name, temperature), LENGTH, side)
 
 
 def logprobs_of(name: str, params: Any, tokens: Any, mask: Any, temperature: float) -> jax.Array:
