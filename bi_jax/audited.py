@@ -59,6 +59,11 @@ class AuditedJit:
         if key not in self._programs:
             self._programs[key] = self._compile(key, *args, **kwargs)
 
+    @property
+    def found(self) -> int:
+        """Programs that came from the store."""
+        return self._store.found if self._store else 0
+
     def text(self, key: Hashable) -> str:
         """The optimised program of a key that was compiled."""
         return self._programs[key].as_text()

@@ -1,10 +1,11 @@
 """Audited step programs kept on disk, so that a second process starts without making them again.
 
-JAX's own compilation cache spares the compiler only: every process still traces, lowers, proves the
-CPU's loops and audits. Here a program is found by a digest of all that made it (`context_of`), so
-none of that is repeated. The file holds the very executable that was audited, with its report. A
-program that failed its audit is never written. Any other source, version, processor, option or
-shape is another digest; a damaged file, or one of somebody else, counts as none.
+JAX's own compilation cache spares the compiler only: every process still traces, lowers (on a GPU
+that is most of the wait), proves the CPU's loops and audits. Here a program is found by a digest of
+all that made it (`context_of`), so none of that is repeated. The file holds the very executable
+that was audited, with its report. A program that failed its audit is never written. Any other
+source, version, processor, card, option or shape is another digest; a damaged file, or one of
+somebody else, counts as none.
 
 It is off until `enable_program_store` is called; `bi-jax generate` does so. Like JAX's cache, a
 file holds machine code, and whoever can write to the folder can run code as you. So it must belong
@@ -30,7 +31,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from . import flags
+from . import flags, versions
 from .audit_report import AuditReport
 
 _CODE = ("bi_jax", "models", "pallas_kernels")
@@ -40,10 +41,14 @@ _PLACES = ("cache", "dump", "log", "profiler", "traceback")
 
 _folder: Path | None = None
 _switching = threading.Lock()
+_fresh = 0  # threads within `fresh_compilation`
+_cache_was_on = True
 
 
 def enable_program_store(directory: Path | None) -> Path | None:
-    """Keeps audited CPU programs in `directory` from now on, in this process; None turns it off.
+    """Keeps audited programs in `directory` from now on, in this process; None turns it off.
+
+    Programs over several devices are not kept.
 
     Returns:
       The directory; None where it is off or the directory is not safely the user's own.
@@ -60,26 +65,32 @@ def enable_program_store(directory: Path | None) -> Path | None:
 
 
 def program_store(context: Mapping[str, Any]) -> ProgramStore | None:
-    """The store for programs of this context; None where it is off or the platform is not a CPU."""
-    if _folder is None or jax.default_backend() != "cpu":
+    """The store for programs of this context; None where it is off."""
+    if _folder is None:
         return None
     return ProgramStore(_folder, context_of(context))
 
 
 @contextlib.contextmanager
 def fresh_compilation() -> Iterator[None]:
-    """Within it JAX's own cache is not used, in the whole process.
+    """Within it JAX's own cache is not used, in the whole process; several threads may be in it.
 
     A program that came out of that cache cannot be written again: jaxlib 0.11.2 leaves its
     functions out.
     """
+    global _fresh, _cache_was_on
     with _switching:
-        before = jax.config.jax_enable_compilation_cache
-        _switch_jax_cache(False)
-        try:
-            yield
-        finally:
-            _switch_jax_cache(before)
+        _fresh += 1
+        if _fresh == 1:
+            _cache_was_on = bool(jax.config.jax_enable_compilation_cache)
+            _switch_jax_cache(False)
+    try:
+        yield
+    finally:
+        with _switching:
+            _fresh -= 1
+            if _fresh == 0:
+                _switch_jax_cache(_cache_was_on)
 
 
 def _switch_jax_cache(on: bool) -> None:
@@ -102,7 +113,8 @@ class ProgramStore:
     def path(self, args: Any, kwargs: Any) -> Path:
         """The file of the program for these arguments: their tree, shapes, dtypes, and the rest."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        text = json.dumps([self._context, str(tree), [_describe(leaf) for leaf in leaves]])
+        described = [_describe(leaf) for leaf in leaves]
+        text = json.dumps([self._context, str(tree), described, _device_of(leaves).id])
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.program"
 
     def load(self, path: Path, args: Any, kwargs: Any) -> tuple[Any, AuditReport] | None:
@@ -122,7 +134,7 @@ class ProgramStore:
         if head != _MAGIC + hashlib.sha256(body).digest():
             return None
         data, out, report = pickle.loads(body)
-        device = jax.devices("cpu")[0]
+        device = _device_of(jax.tree.leaves((args, kwargs)))
         program = serialize_executable.deserialize_and_load(
             data,
             jax.tree.structure((args, kwargs)),
@@ -161,7 +173,8 @@ def context_of(context: Mapping[str, Any]) -> str:
         "source": _source_digest(),
         "versions": _versions(),
         "processor": _processor(),
-        "devices": [len(jax.devices("cpu")), os.cpu_count(), len(os.sched_getaffinity(0))],
+        "platform": _platform(),
+        "devices": [jax.device_count(), os.cpu_count(), len(os.sched_getaffinity(0))],
         "settings": settings,
         "flags": flags.process_flags(),
     }
@@ -208,6 +221,26 @@ def _processor() -> str:
     except OSError:
         return "unknown"
     return "\n".join(line for line in first.splitlines() if "MHz" not in line)
+
+
+@functools.cache
+def _platform() -> list[str]:
+    """The accelerator, its driver and the libraries that run or compile on it; nothing on a CPU."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return ["cpu"]
+    libraries = versions.library_versions(device.platform)
+    named = [f"{name} {version}" for name, version in libraries]
+    return [versions.chip_name(device), versions.driver_version(), *named]
+
+
+def _device_of(leaves: list[Any]) -> Any:
+    """The one device that a program with these arguments runs on."""
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            (device,) = leaf.devices()
+            return device
+    return jax.devices()[0]
 
 
 def _describe(leaf: Any) -> list[str]:

@@ -44,6 +44,7 @@ from bi_jax.kv_cache import make_cache
 from bi_jax.models import build_transformer
 from bi_jax.models.families.qwen3 import QWEN3_8B
 from bi_jax.pallas_kernels.primitive import REFERENCE
+from bi_jax.program_store import enable_program_store
 
 START = time.perf_counter()
 ROUNDS = 3
@@ -347,12 +348,17 @@ def main() -> int:
     parser.add_argument("--profile-stock", action="store_true")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--no-audit", action="store_true")
+    parser.add_argument(
+        "--program-store", type=pathlib.Path, help="where audited programs are kept"
+    )
     parser.add_argument("--no-end-to-end", action="store_true")
     parser.add_argument("--decode-steps", type=int, default=1)
     parser.add_argument("--requests", type=int, help="end to end; unset: as many as fit a step")
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--new", type=int, default=1024)
     arguments = parser.parse_args()
+    if arguments.program_store:
+        enable_program_store(arguments.program_store)
     if arguments.token_choice == "reference":
         names = dict(log_softmax=REFERENCE, sampling=REFERENCE)
         ops.ON_HOPPER = dataclasses.replace(ops.ON_HOPPER, **names)

@@ -124,3 +124,12 @@ def test_arguments_tell_programs_apart():
     ]
     assert len(set(paths)) == len(paths)
     assert store.path((x + 1,), {}) == paths[0]
+
+
+def test_jax_has_its_cache_back_when_the_last_thread_is_done():
+    before = jax.config.jax_enable_compilation_cache
+    with program_store.fresh_compilation():
+        with program_store.fresh_compilation():
+            assert not jax.config.jax_enable_compilation_cache
+        assert not jax.config.jax_enable_compilation_cache
+    assert jax.config.jax_enable_compilation_cache == before

@@ -1,4 +1,7 @@
-"""The engine on a card: our kernels ran, and no company or schedule changes a completion's bits."""
+"""The engine on a card: our kernels ran, and no company or schedule changes a completion's bits.
+
+`-k Qwen3-8B` and the like run one model's tests alone: the four fit on four cards side by side.
+"""
 
 import time
 
@@ -7,7 +10,9 @@ import numpy as np
 import pytest
 
 from bi_jax import Engine, EngineConfig, SamplingParams, score
-from bi_jax.models.families.qwen3 import QWEN3_0_6B
+from bi_jax.models import Transformer, build_transformer, find_demo_model, load_params, read_config
+from bi_jax.models.families.llama import LLAMA_3_1_8B
+from bi_jax.models.families.qwen3 import QWEN3_0_6B, QWEN3_8B
 from bi_jax.stock_ops import stock_ops
 from bi_jax.testing import assert_same_bits
 from tests.gpu.engine_ways import (
@@ -25,9 +30,17 @@ pytestmark = pytest.mark.gpu
 BUCKETS = (8, 64, 512, 8192)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return random_model(QWEN3_0_6B.replace(max_position=4096))
+SHAPES = {"Qwen3-0.6B": QWEN3_0_6B, "Qwen3-8B": QWEN3_8B, "Llama-3.1-8B": LLAMA_3_1_8B}
+
+
+@pytest.fixture(scope="module", params=(*SHAPES, "SmolLM2"))
+def model(request) -> Transformer:
+    """Random weights, but for SmolLM2, which has its own."""
+    if request.param in SHAPES:
+        return random_model(SHAPES[request.param].replace(max_position=4096))
+    source = find_demo_model()
+    config = read_config(source).replace(dtype="bfloat16", param_dtype="bfloat16")
+    return build_transformer(config, load_params(source, config, dtype="bfloat16"))
 
 
 def make_engine(model, ops=None, *, buckets=BUCKETS, **settings):
