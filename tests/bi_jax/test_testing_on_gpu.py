@@ -14,7 +14,6 @@ from bi_jax.testing import assert_batch_invariant, operands
 pytestmark = pytest.mark.gpu
 
 X = operands.spread((512, 4096), "bfloat16", powers=(-6, 6))
-EVEN = operands.spread((64, 4096), powers=(-3, 3))
 W = operands.spread((1024, 4096), "bfloat16", seed=1, powers=(-6, 6))
 
 
@@ -28,17 +27,23 @@ def norm(x):
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-@pytest.mark.parametrize(
-    "fn, args, axes, sizes",
-    [
-        (dot, (X, W), (0, None), (1, 8, 64)),
-        (norm, (EVEN,), 0, (1, 16)),
-    ],
-    ids=["bfloat16 dot", "rms norm"],
-)
-def test_stock_ops_are_caught(fn, args, axes, sizes):
+def test_a_stock_dot_is_caught():
     with pytest.raises(AssertionError, match="not batch-invariant"):
-        assert_batch_invariant(fn, args, batch_axis=axes, sizes=sizes, neighbours=())
+        assert_batch_invariant(dot, (X, W), batch_axis=(0, None), sizes=(1, 8, 64), neighbours=())
+
+
+def test_stock_norms_are_caught():
+    """XLA picks a norm's tiles by timing, anew in each process: no one shape differs in every run."""
+    caught = []
+    for rows, hidden in ((64, 4096), (256, 1024), (512, 8192), (4096, 2048)):
+        x = operands.spread((rows, hidden), powers=(-3, 3))
+        try:
+            assert_batch_invariant(norm, (x,), sizes=(1, 2, 8, 16, 64, 100), neighbours=())
+        except AssertionError as error:
+            assert "not batch-invariant" in str(error)
+            caught.append((rows, hidden))
+    print("caught:", caught)
+    assert caught
 
 
 def test_a_stock_log_softmax_is_caught():
