@@ -35,5 +35,5 @@ def test_pages_take_nine_tenths_of_what_is_left():
         f"\nlimit {limit / GIB:.2f} GiB, weights {weights / GIB:.2f}, steps {activations / GIB:.2f}"
     )
     print(f"pages {pages / GIB:.2f} GiB, {share:.3f} of what is left")
-    assert {key[0] for key in program.reports} == {64, 8192}
+    assert {key[0] for key in engine.runner.programs} == {64, 8192}
     assert 0.9 <= share <= 1
