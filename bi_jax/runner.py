@@ -28,6 +28,7 @@ from .sampling_rows import RowSampling
 from .scheduler import PlannedSequence, StepPlan
 from .scheduler import Sequence as ScheduledSequence
 from .sharding import Placer
+from .vocabulary_rows import rows_for, with_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +123,12 @@ class Runner:
         self._backend = backend
         self._graph, state = nnx.split(model)
         self._placer = placer
+        self._table_rows = rows_for(model.config.vocab_size, ops)
         self._state = compute_state(state, model.config.dtype)
         if placer is not None:
             self._state = placer.place_state(self._state, laid_out=model.layout is not None)
+        else:
+            self._state = with_rows(self._state, self._table_rows)
         self.reset_cache()
         options = flags.compiler_options(jax.default_backend())
         self.step_program = AuditedJit(
@@ -291,6 +295,8 @@ class Runner:
         new = compute_state(state, self.model_config.dtype)
         if self._placer is not None:
             new = self._placer.place_state(new)
+        else:
+            new = with_rows(new, self._table_rows)
         if jax.tree.structure(new) != jax.tree.structure(self._state):
             raise ValueError("the new weights must have the structure of the engine's model")
         for old, fresh in zip(jax.tree.leaves(self._state), jax.tree.leaves(new), strict=True):
@@ -304,7 +310,10 @@ class Runner:
     @property
     def state(self) -> nnx.State:
         """The parameters that steps run on, in the compute dtype."""
-        return self._state
+        vocab_size = self.model_config.vocab_size
+        if self._placer is not None or self._table_rows == vocab_size:
+            return self._state
+        return with_rows(jax.tree.map(lambda leaf: leaf, self._state), vocab_size)
 
     def whole_parameters(self) -> Mapping[str, Any] | None:
         """Name -> array as in a checkpoint, on the host; None where `state` has them so."""
@@ -366,6 +375,7 @@ class Runner:
         hidden, cache = model(tokens, batch, cache, self._ops)
         picked = hidden.at[rows.row].get(mode="clip")
         logits = model.logits(picked, self._ops, num_rows=rows.num_rows)
+        logits = logits[:, : self.model_config.vocab_size]
         choice = sample(
             logits,
             rows.sampling,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ..merge.kernel_hopper import merge_hopper_op
 from ..merge.topology import TREE, MergeTopology
-from .kernel_hopper import matmul_hopper, swiglu_matmul_hopper
+from .kernel_hopper import matmul_hopper, pad_weights, swiglu_matmul_hopper
 from .schedule import schedule_for, segmented_schedule_for
 from .topology import DEFAULT, MatmulTopology
 
@@ -23,7 +23,10 @@ def matmul_hopper_op(
 ) -> tuple[jax.Array]:
     """x [M, K], w [N, K], bias [N] or [0] -> [M, N], schedule by the table."""
     del num_rows  # rows beyond it are computed and not looked at
-    segments = topology.k_segments
+    segments, width = topology.k_segments, w.shape[0]
+    if segments == 1:
+        x, w = _padded(x, w)
+        bias = jnp.pad(bias, (0, w.shape[0] - width)) if bias.size else bias
     if segments == 1:
         schedule = schedule_for(x.shape[0], *w.shape, out_dtype=out_dtype)
     else:
@@ -32,7 +35,7 @@ def matmul_hopper_op(
         )
     offsets = bias if bias.size else None
     out = matmul_hopper(x, w, offsets, out_dtype=out_dtype, schedule=schedule, segments=segments)
-    return (out,)
+    return (out[:, :width],)
 
 
 def segmented_hopper_op(
@@ -72,9 +75,23 @@ def swiglu_hopper_op(
     """x [M, K], gate_up [2, F, K] -> [M, F], schedule by the table."""
     del num_rows
     _require_one_segment(topology)
-    parts, width, depth = gate_up.shape
-    schedule = schedule_for(x.shape[0], width, depth, parts=parts, out_dtype=out_dtype)
-    return (swiglu_matmul_hopper(x, gate_up, out_dtype=out_dtype, schedule=schedule),)
+    width = gate_up.shape[1]
+    x, gate_up = _padded(x, gate_up)
+    parts, padded, depth = gate_up.shape
+    schedule = schedule_for(x.shape[0], padded, depth, parts=parts, out_dtype=out_dtype)
+    out = swiglu_matmul_hopper(x, gate_up, out_dtype=out_dtype, schedule=schedule)
+    return (out[:, :width],)
+
+
+def _padded(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both with zeros up to sizes that the kernel takes; those that fit come back as they are.
+
+    Padding copies the weights in every call. The one array of real models that needs it, a table of
+    an odd vocabulary, is padded once by the engine (`Runner`).
+    """
+    padded = pad_weights(w)
+    extra = padded.shape[-1] - x.shape[1]
+    return (jnp.pad(x, ((0, 0), (0, extra))) if extra else x), padded
 
 
 def _require_one_segment(topology: MatmulTopology) -> None:

@@ -19,7 +19,7 @@ from bi_jax.pallas_kernels.matmul.kernel_hopper import (
     pad_weights,
     swiglu_matmul_hopper,
 )
-from bi_jax.pallas_kernels.matmul.op_hopper import matmul_hopper_op
+from bi_jax.pallas_kernels.matmul.op_hopper import matmul_hopper_op, swiglu_hopper_op
 from bi_jax.pallas_kernels.matmul.schedule import (
     FIXED,
     Schedule,
@@ -217,6 +217,21 @@ def test_segments_lower_for_sm90(rows, segments):
     operands = [jax.ShapeDtypeStruct(*s) for s in (*shapes, ((), "int32"))]
     text = jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("op", [matmul_hopper_op, swiglu_hopper_op])
+def test_any_size_lowers_for_sm90(op):
+    def call(x, w, num_rows):
+        absent = () if op is swiglu_hopper_op else (jnp.zeros((0,), x.dtype),)
+        return op(x, w, *absent, num_rows, out_dtype="float32", topology=MatmulTopology())
+
+    w = (2, 1003, 77) if op is swiglu_hopper_op else (1003, 77)
+    shapes = ((5, 77), "bfloat16"), (w, "bfloat16"), ((), "int32")
+    operands = [jax.ShapeDtypeStruct(*s) for s in shapes]
+    traced = jax.jit(call).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert [out.shape for out in jax.tree.leaves(traced.out_info)] == [(5, 1003)]
 
 
 @pytest.mark.parametrize(("rows", "launches"), [(64, 1), (128, 3)])
