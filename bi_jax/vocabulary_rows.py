@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -27,7 +29,7 @@ def with_rows(state: nnx.State, rows: int) -> nnx.State:
     for module, name in _TABLES:
         if module not in state:
             continue
-        table = state[module][name]
+        table: Any = state[module][name]
         have = table[...].shape[0]
         if have > rows:
             state[module][name] = table.replace(table[...][:rows])
