@@ -2,6 +2,7 @@
 """What the tp-invariant topology costs: the engine's step in it, over its step in the default one.
 
     python scripts/bench_tp_invariant.py --json out.json                              # on the chip
+    python scripts/bench_tp_invariant.py --only prefill --json out.json               # one case
     python scripts/bench_tp_invariant.py --tiny                                       # anywhere
 
 Random weights of an 8B shape; steps of both engines by turns, each handed over many times in a row.
@@ -56,6 +57,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             pad_token_id=0, dtype="float32", param_dtype="float32", max_position=512, **sizes,
         )  # fmt: skip
         cases = TINY_CASES
+    names = [case.name for case in cases]
+    cases = tuple(case for case in cases if arguments.only in case.name)
+    if not cases:
+        raise SystemExit(f"--only {arguments.only!r} is part of none of {names}")
     params = random_weights(config)
     engines = {
         name: make_engine(
@@ -96,6 +101,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--only", default="", help="part of a case's name: prefill, decode 64")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     run(parser.parse_args())
     return 0

@@ -203,6 +203,18 @@ def _store(p: Problem, y, out_smem, out_gmem, m0, n0) -> None:
         )
 
 
+def _parked_sum(parked, left, right_of):
+    """left + right_of(), for which the first columns of left wait in shared memory."""
+    columns = parked.shape[1]
+    parked[...] = left[:, :columns]
+    if columns == left.shape[1]:
+        right = right_of()
+        return parked[...] + right
+    rest = lax.optimization_barrier(left[:, columns:])
+    right = right_of()
+    return jnp.concatenate([parked[...] + right[:, :columns], rest + right[:, columns:]], axis=1)
+
+
 def consumer_registers(warpgroups: int) -> int:
     """Registers a thread of a multiplying warpgroup may take: more than there are never come.
 
@@ -240,12 +252,16 @@ def _consumer(p: Problem, bias_gmem, out_gmem, scratch) -> None:
             return pl.run_scoped(with_acc, plgpu.ACC(p.acc_shape, jnp.float32))
 
         def tree(first, count):
-            """Depth first: no more than log2(segments) sums wait in registers."""
+            """Depth first: one sum of each level waits, the root's partly in shared memory."""
             if count == 1:
                 return sum_of(first)
             half = count // 2
             left = tree(first, half)
-            return left + tree(first + half, half)
+            if s.parked and count == p.segments:
+                parked = scratch["parked"].at[wg]
+                return _parked_sum(parked, left, lambda: tree(first + half, half))
+            # Without the barrier the addition sinks to its use, and both terms wait till then.
+            return lax.optimization_barrier(left + tree(first + half, half))
 
         y = sum_of(0, finish) if p.segments == 1 else finish(tree(0, p.segments))
         _store(p, y, scratch["out_smem"].at[wg], out_gmem, m0, n0)

@@ -127,6 +127,12 @@ def scratch_spec(p: Problem) -> dict:
         ),
         k_consumed=barrier(num_arrivals=s.warpgroups // p.owners, num_barriers=s.stages),
     )
+    if s.parked:
+        spec["parked"] = plgpu.SMEM(
+            (s.warpgroups, s.part_m, s.parked),
+            jnp.float32,
+            transforms=tiled(s.parked, jnp.float32),
+        )
     if p.bias:
         spec["bias_smem"] = plgpu.SMEM((s.warpgroups, s.part_n), jnp.float32)
         spec["bias_loaded"] = plgpu.Barrier(num_barriers=s.warpgroups)

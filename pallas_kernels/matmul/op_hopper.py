@@ -3,13 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from ..merge.kernel_hopper import merge_hopper_op
-from ..merge.topology import TREE, MergeTopology
 from .kernel_hopper import matmul_hopper, pad_weights, swiglu_matmul_hopper
 from .schedule import schedule_for, segmented_schedule_for
 from .topology import DEFAULT, MatmulTopology
-
-ONE_LAUNCH_ROWS = 64  # beyond, the waiting sums of a tile leave too little room for the product
 
 
 def matmul_hopper_op(
@@ -43,24 +39,16 @@ def segmented_hopper_op(
 ) -> tuple[jax.Array]:
     """x [M, S * K], w [S, N, K] -> [M, N]: S float32 sums, added by one balanced tree.
 
-    One launch for few rows, else a product for each segment and then a merge: the same bits.
+    One launch: the bits of a product for each segment and a merge of them.
     """
     segments, width, depth = w.shape
-    rows = x.shape[0]
-    if segments > 1 and rows <= ONE_LAUNCH_ROWS:
-        schedule = segmented_schedule_for(
-            rows, width, segments * depth, segments=segments, out_dtype=out_dtype
-        )
-        out = matmul_hopper(x, w, out_dtype=out_dtype, schedule=schedule, segments=segments)
-        return (out,)
-    absent = jnp.zeros((0,), x.dtype)
-    columns = jnp.split(x, segments, axis=1)
-    parts = [
-        matmul_hopper_op(part, piece, absent, num_rows, out_dtype="float32", topology=DEFAULT)[0]
-        for part, piece in zip(columns, w, strict=True)
-    ]
-    topology = MergeTopology(order=TREE)
-    (out,) = merge_hopper_op(jnp.stack(parts), out_dtype=out_dtype, topology=topology)
+    if segments == 1:
+        absent = jnp.zeros((0,), x.dtype)
+        return matmul_hopper_op(x, w[0], absent, num_rows, out_dtype=out_dtype, topology=DEFAULT)
+    schedule = segmented_schedule_for(
+        x.shape[0], width, segments * depth, segments=segments, out_dtype=out_dtype
+    )
+    out = matmul_hopper(x, w, out_dtype=out_dtype, schedule=schedule, segments=segments)
     return (out,)
 
 

@@ -36,6 +36,8 @@ class Schedule:
       ctas: most CTAs to launch; when there are more tiles, each CTA walks several.
       inflight: wgmma groups left running when the next one is issued (0 or 1).
       out_slots: blocks of results that a warpgroup may have on their way to global memory.
+      parked: columns of a warpgroup's part whose sum over the first half of the segments waits in
+        shared memory; the other columns' waits in registers.
       pass_empty: a warpgroup whose rows of a tile all lie beyond the last one passes it over.
     """
 
@@ -54,6 +56,7 @@ class Schedule:
     inflight: int = 1
     out_slots: int = 2
     pass_empty: bool = False
+    parked: int = 0
 
     def __post_init__(self):
         for name in ("tile_m", "tile_n"):
@@ -73,6 +76,8 @@ class Schedule:
             raise ValueError(f"stages={self.stages} must exceed inflight={self.inflight}")
         if self.swap and self.warpgroups > 1 and self.split == "m":
             raise ValueError("a swapped schedule divides its tile along n, but split='m'")
+        if self.parked > (0 if self.swap else self.part_n):
+            raise ValueError(f"parked={self.parked} columns of a part of {self.part_n}, or swapped")
         if self.part_m % (8 if self.swap else 64):
             raise ValueError(f"{self.part_m} rows a warpgroup do not fit the wgmma shape")
 
@@ -208,7 +213,27 @@ def schedule_for(
     return _rule(rows, n, k, parts)
 
 
+FEW_ROWS = 64
 MOST_SUM_REGISTERS = 200  # a thread, of the sums of segments that live at a time
+# Segments of K: (rows up to, schedule), measured on an H200 with N = 4096.
+SEGMENTED: dict[int, tuple[tuple[int, Schedule], ...]] = {
+    2: (
+        (128, Schedule(tile_m=64, tile_n=64, stages=8)),
+        (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
+        (MANY, Schedule(tile_m=128, tile_n=192, warpgroups=2)),
+    ),
+    4: (
+        (128, Schedule(tile_m=64, tile_n=64, stages=8)),
+        (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (MANY, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
+    ),
+    8: (
+        (128, Schedule(tile_m=64, tile_n=64, stages=8)),
+        (256, Schedule(tile_m=64, tile_n=128, stages=7, parked=128)),
+        (MANY, Schedule(tile_m=128, tile_n=128, warpgroups=2, parked=128)),
+    ),
+}
 
 
 def segmented_schedule_for(
@@ -216,28 +241,24 @@ def segmented_schedule_for(
 ) -> Schedule:
     """The schedule of a product whose K is cut into `segments` equal parts.
 
-    One sum for each level of the tree, and the accumulator, live at a time, so tiles are smaller.
+    Up to 64 rows that of a whole product, where its sums fit; beyond, by the rows alone.
 
     Raises:
-      NotImplementedError: a segment is no whole number of steps of 64.
+      NotImplementedError: a segment is no whole number of steps of 64, or another number of them.
     """
+    if segments not in SEGMENTED:
+        known = ", ".join(map(str, SEGMENTED))
+        raise NotImplementedError(f"matmul on Hopper takes {known} segments of K, got {segments}")
     if k % (64 * segments):
         raise NotImplementedError(
             f"matmul on Hopper cuts K into {segments} segments of whole steps of 64, got K={k}"
         )
-    live = segments.bit_length()
-
-    def fits(tile_m: int, tile_n: int) -> bool:
-        return live * (tile_m * tile_n // THREADS) <= MOST_SUM_REGISTERS
-
+    if rows > FEW_ROWS:
+        return next(s for limit, s in SEGMENTED[segments] if rows <= limit)
     s = schedule_for(rows, n, k, out_dtype=out_dtype)
-    if not fits(s.part_m, s.part_n):
-        tile_n = max(t for t in (32, 64, 96, 128) if fits(64, t))
-        sizes = [(64, 64), (128, 64)] if rows > 64 else [(64, 32), (64, 64)]
-        sizes += [(128, tile_n)] if tile_n > 64 else []
-        found = [(cdiv(cdiv(rows, a) * cdiv(n, b), SMS) * a * b, -a * b) for a, b in sizes]
-        tile_m, tile_n = sizes[found.index(min(found))]
-        s = normal_schedule(tile_m, tile_n, parts=1, k=k)
+    live = segments.bit_length()  # the accumulator, and one sum for each level of the tree
+    if live * s.part_m * s.part_n // THREADS > MOST_SUM_REGISTERS:
+        s = normal_schedule(64, 32 if cdiv(n, 32) <= SMS else 64, parts=1, k=k)
     while k % (s.tile_k * segments):
         s = fitted(dataclasses.replace(s, tile_k=s.tile_k - 64), 1)
     return s

@@ -5,13 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bi_jax.pallas_kernels.matmul import kernel_hopper, layout_hopper
-from bi_jax.pallas_kernels.matmul.schedule import SMEM_BYTES, Schedule, schedule_for, schedules
+from bi_jax.pallas_kernels.matmul import kernel_hopper, layout_hopper, segmented_matmul
+from bi_jax.pallas_kernels.matmul.schedule import (
+    FIXED,
+    SMEM_BYTES,
+    Schedule,
+    schedule_for,
+    schedules,
+)
+from bi_jax.pallas_kernels.merge import ordered_sum, tree_sum
+from bi_jax.pallas_kernels.primitive import HOPPER
 
 pytestmark = pytest.mark.gpu
 
 N, K = 1024, 2048
 ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 2048)
+SEGMENT_ROWS, SEGMENT_K = (1, 33, 65, 129, 257, 300, 600, 1000, 4096, 8192), 4096
 SWAPPED = Schedule(tile_m=16, tile_n=64, stages=8, swap=True)
 
 
@@ -63,6 +72,26 @@ def test_a_row_has_the_same_bits_in_every_batch():
         for start in {0, max(ROWS) - rows}:
             part = product(x[start : start + rows], w, schedule)
             assert part.tobytes() == whole[start : start + rows].tobytes(), (rows, start)
+
+
+@pytest.mark.parametrize("segments", [2, 4, 8])
+def test_segments_have_the_bits_of_separate_products_in_every_batch(segments):
+    """Whatever rows and schedule: the float32 products added by one tree, rounded once."""
+    x, w = spread(2, max(SEGMENT_ROWS), SEGMENT_K), spread(3, N, SEGMENT_K)
+    pairs = zip(*(jnp.split(a, segments, axis=1) for a in (x, w)), strict=True)
+    parts = jnp.stack([jnp.asarray(product(a, b, FIXED)) for a, b in pairs])
+    stacked = jnp.stack(jnp.split(w, segments, axis=1))
+    for out_dtype in ("float32", "bfloat16"):
+        whole = np.asarray(tree_sum(parts, out_dtype=out_dtype, backend=HOPPER))
+        for rows in SEGMENT_ROWS:
+            for start in {0, max(SEGMENT_ROWS) - rows}:
+                here = slice(start, start + rows)
+                part = segmented_matmul(x[here], stacked, backend=HOPPER, out_dtype=out_dtype)
+                assert np.asarray(part).tobytes() == whole[here].tobytes(), (rows, start, out_dtype)
+        # Controls: another order of the same sums, and one accumulator, are seen.
+        other = np.asarray(ordered_sum(parts[::-1], out_dtype=out_dtype, backend=HOPPER))
+        assert segments == 2 or other.tobytes() != whole.tobytes()
+        assert product(x, w, FIXED, out_dtype).tobytes() != whole.tobytes()
 
 
 def test_padding_rows_may_hold_anything():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bi_jax.pallas_kernels.matmul import cases, kernel_hopper, segmented_matmul
+from bi_jax.pallas_kernels.matmul import cases, kernel_hopper, layout_hopper, segmented_matmul
 from bi_jax.pallas_kernels.matmul.kernel_hopper import (
     matmul_hopper,
     pad_weights,
@@ -22,6 +22,7 @@ from bi_jax.pallas_kernels.matmul.kernel_hopper import (
 from bi_jax.pallas_kernels.matmul.op_hopper import matmul_hopper_op, swiglu_hopper_op
 from bi_jax.pallas_kernels.matmul.schedule import (
     FIXED,
+    SMEM_BYTES,
     Schedule,
     schedule_for,
     segmented_schedule_for,
@@ -100,11 +101,16 @@ def test_a_row_does_not_see_what_its_neighbours_hold(schedule):
     assert clean[4:8].tobytes() != poisoned[4:8].tobytes()
 
 
-@pytest.mark.parametrize("schedule", [NORMAL, SWAPPED])
+# Half of the root's waiting sum in shared memory, for each of two warpgroups.
+PARKED = dataclasses.replace(TWO_WARPGROUPS, tile_n=32, parked=16)
+
+
+@pytest.mark.parametrize("schedule", [NORMAL, SWAPPED, PARKED])
 def test_segments_are_added_by_one_balanced_tree(schedule):
     x, w = operand(0, 8, 256), operand(1, 64, 256)
     split = functools.partial(jnp.split, indices_or_sections=4, axis=1)
-    parts = [interpreted(a, b, schedule=schedule) for a, b in zip(split(x), split(w), strict=True)]
+    whole = dataclasses.replace(schedule, parked=0)
+    parts = [interpreted(a, b, schedule=whole) for a, b in zip(split(x), split(w), strict=True)]
     wanted = (parts[0] + parts[1]) + (parts[2] + parts[3])
     for weights in (w, jnp.stack(split(w))):
         found = interpreted(x, weights, schedule=schedule, segments=4)
@@ -123,6 +129,8 @@ def test_segments_that_are_no_whole_steps_are_refused():
         matmul_hopper(x, x, out_dtype="float32", schedule=NORMAL, segments=4)
     with pytest.raises(NotImplementedError, match="8 segments of whole steps of 64"):
         segmented_schedule_for(8, 64, 320, segments=8)
+    with pytest.raises(NotImplementedError, match="takes 2, 4, 8 segments of K, got 16"):
+        segmented_schedule_for(8, 64, 1024, segments=16)
 
 
 def test_weights_are_padded_once_and_add_nothing():
@@ -149,6 +157,8 @@ def test_refusals_name_what_came():
         Schedule(tile_m=64, tile_n=12)
     with pytest.raises(ValueError, match="swapped"):
         dataclasses.replace(SWAPPED, tile_n=128, warpgroups=2, split="m")
+    with pytest.raises(ValueError, match="parked=64 columns of a part of 32"):
+        dataclasses.replace(NORMAL, parked=64)
 
 
 def lowers(rows, n, k, *, parts, out_dtype, schedule, dtype=jnp.bfloat16, bias=False):
@@ -234,13 +244,30 @@ def test_any_size_lowers_for_sm90(op):
     assert [out.shape for out in jax.tree.leaves(traced.out_info)] == [(5, 1003)]
 
 
-@pytest.mark.parametrize(("rows", "launches"), [(64, 1), (128, 3)])
-def test_the_segmented_product_lowers_for_sm90(rows, launches):
-    x = jax.ShapeDtypeStruct((rows, 2 * 512), "bfloat16")
-    w = jax.ShapeDtypeStruct((2, 4096, 512), "bfloat16")
-    traced = jax.jit(lambda x, w: segmented_matmul(x, w, backend=HOPPER)).trace(x, w)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert sum("call @_launch" in line for line in text.splitlines()) == launches
+@pytest.mark.parametrize(
+    ("segments", "out_dtype"), [(1, "float32"), (2, "float32"), (8, "bfloat16")]
+)
+def test_the_segmented_product_is_one_launch(segments, out_dtype):
+    """Of a whole model's 8 segments, or of the fewer that a rank has, for a merge with others."""
+
+    def call(x, w):
+        return segmented_matmul(x, w, backend=HOPPER, out_dtype=out_dtype)
+
+    for rows in (40, 1000):
+        x = jax.ShapeDtypeStruct((rows, segments * 192), "bfloat16")
+        w = jax.ShapeDtypeStruct((segments, 576, 192), "bfloat16")
+        text = jax.jit(call).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(("segments", "rows"), [(2, 65), (4, 256), (8, 300), (8, 1 << 20)])
+def test_schedules_of_segments_fit_the_chip(segments, rows):
+    for out_dtype in ("bfloat16", "float32"):
+        s = segmented_schedule_for(rows, 4096, 4096, segments=segments, out_dtype=out_dtype)
+        waiting = segments.bit_length() * s.part_n - s.parked
+        assert waiting * s.part_m // 128 <= 216
+        sizes = (rows, 4096, 4096)
+        assert layout_hopper.shared_memory_of(s, sizes, 1, out_dtype) <= SMEM_BYTES
 
 
 @pytest.mark.slow
