@@ -45,11 +45,16 @@ def segmented_hopper_op(
     if segments == 1:
         absent = jnp.zeros((0,), x.dtype)
         return matmul_hopper_op(x, w[0], absent, num_rows, out_dtype=out_dtype, topology=DEFAULT)
+    w = pad_weights(w)
+    padded, extra = w.shape[1], w.shape[2] - depth
+    if extra:
+        x = jnp.pad(x.reshape(-1, segments, depth), ((0, 0), (0, 0), (0, extra)))
+        x = x.reshape(x.shape[0], -1)
     schedule = segmented_schedule_for(
-        x.shape[0], width, segments * depth, segments=segments, out_dtype=out_dtype
+        x.shape[0], padded, x.shape[1], segments=segments, out_dtype=out_dtype
     )
     out = matmul_hopper(x, w, out_dtype=out_dtype, schedule=schedule, segments=segments)
-    return (out,)
+    return (out[:, :width],)
 
 
 def swiglu_hopper_op(

@@ -253,10 +253,12 @@ def test_the_segmented_product_is_one_launch(segments, out_dtype):
     def call(x, w):
         return segmented_matmul(x, w, backend=HOPPER, out_dtype=out_dtype)
 
-    for rows in (40, 1000):
-        x = jax.ShapeDtypeStruct((rows, segments * 192), "bfloat16")
-        w = jax.ShapeDtypeStruct((segments, 576, 192), "bfloat16")
-        text = jax.jit(call).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    for rows, n, depth in ((40, 577, 180), (1000, 576, 192)):
+        x = jax.ShapeDtypeStruct((rows, segments * depth), "bfloat16")
+        w = jax.ShapeDtypeStruct((segments, n, depth), "bfloat16")
+        traced = jax.jit(call).trace(x, w)
+        assert jax.tree.leaves(traced.out_info)[0].shape == (rows, n)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("custom_call @mosaic_gpu") == 1
 
 
