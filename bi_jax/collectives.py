@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped
 
-from bi_jax.pallas_kernels.merge import ordered_sum, tree_sum
+from bi_jax.pallas_kernels.merge import fits_peers, ordered_sum, peer_sum, tree_sum
 
 ONE_SHOT_BYTES = 1 << 20  # largest float32 term that is sent to every rank whole; schedule
 SHARE = 128  # a rank's share of a large message is a multiple of this many elements; schedule
@@ -56,6 +56,7 @@ def ordered_psum(
     out_dtype: Any = "float32",
     backend: str,
     one_shot_bytes: int = ONE_SHOT_BYTES,
+    peers: jax.Array | None = None,
 ) -> Float[Array, "..."]:
     """The sum over ranks: ((x_0 + x_1) + x_2) + ..., in float32, rounded once.
 
@@ -65,6 +66,8 @@ def ordered_psum(
       out_dtype: float32, bfloat16 or float16.
       backend: of the additions, by name.
       one_shot_bytes: schedule; terms of more bytes take the two-shot form.
+      peers: schedule; where the ranks' own memory is (`peer_memory`), through which one kernel then
+        moves and adds the terms. It has no derivative.
 
     Returns:
       The sum in out_dtype, on every rank.
@@ -73,8 +76,10 @@ def ordered_psum(
       ValueError: x is not float32.
 
     Invariance: element by element, of the ranks' terms; not of the shape, the size of the message,
-    or one_shot_bytes. The number of ranks is part of the order.
+    one_shot_bytes or peers. The number of ranks is part of the order.
     """
+    if peers is not None and fits_peers(x.shape):
+        return peer_sum(x, peers, tree=False, out_dtype=out_dtype, backend=backend)
     return _psum(x, _sum_of(axis_name, False, out_dtype, backend, one_shot_bytes))
 
 
@@ -85,6 +90,7 @@ def tree_psum(
     out_dtype: Any = "float32",
     backend: str,
     one_shot_bytes: int = ONE_SHOT_BYTES,
+    peers: jax.Array | None = None,
 ) -> Float[Array, "..."]:
     """The sum over all ranks' partials by one balanced tree, in float32, rounded at its root.
 
@@ -94,7 +100,7 @@ def tree_psum(
     Args:
       partials: float32 [n, ...], n a power of two.
       axis_name: a mesh axis of a power of two of ranks, or axes; None: one rank, nothing is moved.
-      out_dtype, backend, one_shot_bytes: as in `ordered_psum`.
+      out_dtype, backend, one_shot_bytes, peers: as in `ordered_psum`.
 
     Returns:
       [...] in out_dtype, on every rank.
@@ -103,8 +109,11 @@ def tree_psum(
       ValueError: partials are not float32, or the counts are no powers of two.
 
     Invariance: element by element, of the n * R partials; not of R, so not of how many devices
-    share them, nor of shape, message size or one_shot_bytes.
+    share them, nor of shape, message size, one_shot_bytes or peers.
     """
+    if peers is not None and axis_name is not None and fits_peers(partials.shape[1:]):
+        mine = partials[0] if partials.shape[0] == 1 else tree_sum(partials, backend=backend)
+        return peer_sum(mine, peers, tree=True, out_dtype=out_dtype, backend=backend)
     return _psum(partials, _sum_of(axis_name, True, out_dtype, backend, one_shot_bytes))
 
 

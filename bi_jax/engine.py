@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,7 +82,10 @@ class Engine(StepLoop):
         self.placer = model_placer(model.config, self.backends, tensor_parallel_size, mesh)
         layout = None if self.placer is None else self.placer.layout
         _check_layout(model, layout, ops)
-        self.ops = ops or transformer_ops(model.config, backend=self.backends, layout=layout)
+        make_ops = functools.partial(
+            transformer_ops, model.config, backend=self.backends, layout=layout
+        )
+        self.ops = ops or make_ops()
         # Other ops keep no promise, so there is nothing to hold them to.
         self.audited = self.config.audit and ops is None
         self.max_model_len = self.config.max_model_len or model.config.max_position
@@ -119,6 +123,7 @@ class Engine(StepLoop):
             backend=self.backends.tokens,
             audited=self.audited,
             placer=self.placer,
+            ops_over_peers=lambda peers: make_ops(peers=peers),
         )
         self.weights_version = 0
         # Hashing the weights takes seconds and needs nobody to wait for it.

@@ -99,7 +99,11 @@ def pick_backends(device: Any, dtype: str) -> Backends:
 
 
 def transformer_ops(
-    config: TransformerConfig, *, backend: str | Backends, layout: ParallelLayout | None = None
+    config: TransformerConfig,
+    *,
+    backend: str | Backends,
+    layout: ParallelLayout | None = None,
+    peers: jax.Array | None = None,
 ) -> TransformerOps:
     """The ops record of a model on one device, or on each rank of a layout.
 
@@ -108,6 +112,7 @@ def transformer_ops(
       backend: implementation of each op by name, or one name for all.
       layout: where the weights lie; None: on one device. Of a degree above 1 the ops run under
         `shard_map` over the axis "tp".
+      peers: as in `collectives.ordered_psum`, of the program that is traced; schedule.
     """
     names = Backends.all(backend) if isinstance(backend, str) else backend
     layout = layout or layout_for(config, degree=1, backend=names.matmul)
@@ -132,7 +137,7 @@ def transformer_ops(
         add_rms_norm=_bind(add_rms_norm, names.rms_norm, norms),
         rope=_bind(rope, names.rope, rotation),
         attend=functools.partial(_attend, backend=names.attention, topology=mixing),
-        **cut_products(layout, product, segmented, merge=names.merge),
+        **cut_products(layout, product, segmented, merge=names.merge, peers=peers),
         description=(
             *((name, f"{getattr(names, name)}: {topology}") for name, topology in chosen.items()),
             *describe(layout),

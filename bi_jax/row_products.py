@@ -45,7 +45,12 @@ def layout_for(config: TransformerConfig, *, degree: int, backend: str) -> Paral
 
 
 def cut_products(
-    layout: ParallelLayout, matmul: Product, segmented: Product, *, merge: str
+    layout: ParallelLayout,
+    matmul: Product,
+    segmented: Product,
+    *,
+    merge: str,
+    peers: jax.Array | None = None,
 ) -> dict[str, Product]:
     """`out_product`, `down_product`, `embed` and `logits` of a layout.
 
@@ -54,6 +59,7 @@ def cut_products(
         they are then cut inside the program, to the same bits.
       matmul, segmented: `matmul` and `segmented_matmul`, backend and topology bound.
       merge: backend of the merge.
+      peers: as in `collectives.ordered_psum`.
 
     Returns:
       The ops by their names in `TransformerOps`; of a degree above 1 for use under `shard_map`
@@ -71,9 +77,9 @@ def cut_products(
         out_dtype = x.dtype.name
         if not tree:
             part = matmul(x, weight[0], num_rows=num_rows, out_dtype="float32")
-            return ordered_psum(part, axis, out_dtype=out_dtype, backend=merge)
+            return ordered_psum(part, axis, out_dtype=out_dtype, backend=merge, peers=peers)
         part = segmented(x, weight, num_rows=num_rows, out_dtype="float32")
-        return tree_psum(part[None], axis, out_dtype=out_dtype, backend=merge)
+        return tree_psum(part[None], axis, out_dtype=out_dtype, backend=merge, peers=peers)
 
     def whole_product(
         x: jax.Array, weight: jax.Array, cuts: Sequence[int], depth: int, num_rows: Any

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ from . import flags
 from .audited import AuditedJit
 from .batch import LogitRow, TokenArrays, arrays_one_on, bucket_for, token_arrays
 from .kv_cache import make_cache
+from .peer_memory import peer_memory, peers_table
 from .program_store import ProgramStore, program_store
+from .row_products import TENSOR_AXIS
 from .sampling import SamplingRows, TokenBackends, TokenChoice, sample, stack_rows
 from .sampling_rows import RowSampling
 from .scheduler import PlannedSequence, StepPlan
@@ -116,10 +118,15 @@ class Runner:
         backend: TokenBackends,
         audited: bool = True,
         placer: Placer | None = None,
+        ops_over_peers: Callable[[jax.Array], TransformerOps] | None = None,
     ) -> None:
         self.config = config
         self.model_config = model.config
         self._ops = ops
+        self._ops_over_peers = ops_over_peers
+        self._peers = None
+        if ops_over_peers is not None and placer is not None and placer.mesh is not None:
+            self._peers = peer_memory(placer.mesh, TENSOR_AXIS)
         self._backend = backend
         self._graph, state = nnx.split(model)
         self._placer = placer
@@ -276,7 +283,9 @@ class Runner:
 
     def _arguments(self, step: StepArguments, tokens: jax.Array | None = None) -> tuple[Any, ...]:
         named = step.tokens.tokens if tokens is None else tokens
-        return step.program, self._state, self._cache, named, _ragged(step.tokens), step.rows
+        peers = None if self._peers is None else self._peers.addresses
+        batch = _ragged(step.tokens)
+        return step.program, self._state, self._cache, named, batch, step.rows, peers
 
     def reset_cache(self) -> None:
         """An empty cache in place of the old one, whose buffers a failed step may have taken."""
@@ -333,15 +342,19 @@ class Runner:
         tokens: jax.Array,
         batch: RaggedBatch,
         rows: LogitRows,
+        peers: jax.Array | None,
         *,
         top: int,
         filters: bool,
         steps: int,
     ) -> tuple[Any, TokenChoice]:
         """The cache and the choices of all steps, [steps, R] each."""
+        ops = self._ops
+        if peers is not None and self._ops_over_peers is not None:
+            ops = self._ops_over_peers(peers_table(peers, TENSOR_AXIS))
 
         def one(cache: Any, tokens: jax.Array, batch: RaggedBatch, rows: LogitRows) -> Any:
-            return self._one_step(state, cache, tokens, batch, rows, top=top, filters=filters)
+            return self._one_step(state, cache, tokens, batch, rows, ops, top=top, filters=filters)
 
         if steps == 1:
             cache, choice = one(cache, tokens, batch, rows)
@@ -367,14 +380,15 @@ class Runner:
         tokens: jax.Array,
         batch: RaggedBatch,
         rows: LogitRows,
+        ops: TransformerOps,
         *,
         top: int,
         filters: bool,
     ) -> tuple[Any, TokenChoice]:
         model = nnx.merge(self._graph, state)
-        hidden, cache = model(tokens, batch, cache, self._ops)
+        hidden, cache = model(tokens, batch, cache, ops)
         picked = hidden.at[rows.row].get(mode="clip")
-        logits = model.logits(picked, self._ops, num_rows=rows.num_rows)
+        logits = model.logits(picked, ops, num_rows=rows.num_rows)
         logits = logits[:, : self.model_config.vocab_size]
         choice = sample(
             logits,

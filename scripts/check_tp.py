@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--virtual", type=int, metavar="N", help="N virtual devices of a CPU")
     parser.add_argument("--parts", default=",".join(PARTS), help="of collectives,engine,trainer")
     parser.add_argument("--degrees", help="such as 1,2,4; default: all that fit")
+    parser.add_argument("--topologies", help="such as tp_invariant; default: both")
     parser.add_argument("--layers", type=int, help="of the model; default: all")
     parser.add_argument("--tokens", type=int, help="of a completion; default: 256, 128 on a CPU")
     parser.add_argument("--largest-kib", type=int, default=65_536, help="largest message")
@@ -53,6 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     parts = arguments.parts.split(",")
     if not set(parts) <= set(PARTS):
         parser.error(f"--parts must be of {', '.join(PARTS)}")
+    topologies = tp_check_engine.TOPOLOGIES
+    if arguments.topologies:
+        topologies = tuple(arguments.topologies.split(","))
+        if not set(topologies) <= set(tp_check_engine.TOPOLOGIES):
+            parser.error(f"--topologies must be of {', '.join(tp_check_engine.TOPOLOGIES)}")
     on_cpu = jax.default_backend() == "cpu"
     config = tp_check_engine.SMALL if on_cpu else tp_check_engine.LARGE
     if arguments.layers:
@@ -64,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         rows=16,
         buckets=(16, 64) if on_cpu else (16, 256),
         quick=arguments.quick,
+        topologies=topologies,
     )
     head = run_header(__file__)
     print(f"{head['devices']} x {head['device']}, degrees {degrees}", flush=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from bi_jax.models.transformer import parameter_names
 from bi_jax.runner import Runner, StepArguments
 from bi_jax.sampling_rows import row_sampling
 from bi_jax.scheduler import PlannedSequence, Sequence, StepPlan
+from bi_jax.sharding import Placer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,28 +111,41 @@ def step_of(engine: Engine, case: Case) -> StepArguments:
     return engine.runner.step_arguments(StepPlan(items=tuple(items)), rows)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(key: jax.Array, *, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)
+@functools.cache
+def _normal(shape: tuple[int, ...], dtype: str, place: jax.sharding.Sharding | None) -> Any:
+    def make(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)
+
+    return jax.jit(make, out_shardings=place)
 
 
-def random_weights(config: TransformerConfig) -> dict[str, jax.Array]:
-    """Parameters by name, made on the device; one small program a shape, quick to compile."""
+def random_weights(config: TransformerConfig, placer: Placer | None = None) -> dict[str, jax.Array]:
+    """Parameters by name, made where they lie; one small program a shape, quick to compile.
+
+    Args:
+      config: the model.
+      placer: None: as in a checkpoint, on one device.
+    """
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     names = parameter_names(model)
+    if placer is not None:
+        names = placer.layout.shapes(names)
     keys = jax.random.split(jax.random.key(0), len(names))
-    return {
-        name: jnp.ones(shape, config.dtype)
-        if name.endswith("scale")
-        else _normal(key, shape=shape, dtype=config.dtype)
-        for key, (name, shape) in zip(keys, names.items(), strict=True)
-    }
+    found = {}
+    for key, (name, shape) in zip(keys, names.items(), strict=True):
+        place = None if placer is None else placer.sharding(name)
+        if name.endswith("scale"):
+            found[name] = jax.device_put(np.ones(shape, jnp.dtype(config.dtype)), place)
+        else:
+            found[name] = _normal(shape, config.dtype, place)(key)
+    return found
 
 
 def fill_cache(runner: Runner) -> None:
     """Random keys and values: zeros would be faster than real data."""
     shape, dtype = runner._cache[0].k.shape, runner._cache[0].k.dtype
-    fill = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
+    place = runner._cache[0].k.sharding
+    fill = jax.jit(lambda key: jax.random.normal(key, shape, dtype), out_shardings=place)
     leaves, structure = jax.tree.flatten(runner._cache)
     runner._cache, count = None, len(leaves)
     leaves.clear()  # the old cache's memory is free before the new one is made

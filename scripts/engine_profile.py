@@ -17,6 +17,7 @@ _SCOPE = re.compile(r'%?([\w.\-]+) = .*op_name="([^"]*)"')
 # in; the first that fits.
 CLASSES = (
     ("bi_swiglu|swiglu", "gate and up, SwiGLU"),
+    ("peers|nccl|all-reduce|all_reduce|AllGather", "sums over cards"),
     ("matmul|gemm|cutlass|cublas|nvjet|xmma|splitK|gemv", "other products"),
     ("attention|sdpa|flash|cudnn|fmha", "attention"),
     ("rms_norm|rope|anonymous|rsqrt", "norms, rotation"),
@@ -31,7 +32,7 @@ Kernel = tuple[str, float, float]  # name, start and duration in microseconds
 
 
 def kernels_of(run: Callable[[], Any], program: str = "") -> list[Kernel]:
-    """Every kernel of the last of `STEPS` runs, in order.
+    """Every kernel of the last of `STEPS` runs on the first card, in order.
 
     Args:
       run: runs the step.
@@ -53,7 +54,7 @@ def kernels_of(run: Callable[[], Any], program: str = "") -> list[Kernel]:
     events = sorted(
         (event.start_ns, _name_of(event, scopes), event.duration_ns)
         for plane in profile.planes
-        if "GPU" in plane.name
+        if "GPU:0" in plane.name
         for line in plane.lines
         if line.name.startswith("Stream")
         for event in line.events

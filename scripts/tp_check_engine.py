@@ -24,6 +24,7 @@ from bi_jax.models.families.qwen3 import QWEN3_8B
 from bi_jax.testing.schedule import first_difference, run_together
 
 SHORT = 16  # characters of a digest
+TOPOLOGIES = (DEFAULT_TOPOLOGY, TP_INVARIANT)
 
 # 38 steps of 16 in the down product, fewer KV heads than ranks, nine query heads for eight ranks,
 # and a vocabulary that no number of ranks divides.
@@ -68,6 +69,7 @@ class Plan:
       rows: most requests at a time.
       buckets: compiled row counts.
       quick: only some of the ways of the battery.
+      topologies: those to check.
     """
 
     config: TransformerConfig
@@ -76,6 +78,7 @@ class Plan:
     rows: int
     buckets: tuple[int, ...]
     quick: bool
+    topologies: tuple[str, ...] = TOPOLOGIES
 
 
 class Engines:
@@ -103,8 +106,8 @@ class Engines:
 def checks(plan: Plan) -> Iterator[Claim]:
     """Every claim on the engine."""
     engines, first = Engines(plan), {}
-    for topology, degrees in ((DEFAULT_TOPOLOGY, plan.degrees), (TP_INVARIANT, plan.degrees)):
-        for degree in degrees:
+    for topology in plan.topologies:
+        for degree in plan.degrees:
             made: list[Any] = []
             name = f"engine, {topology} topology, {degree} ranks: "
             yield run_claim(
@@ -114,10 +117,12 @@ def checks(plan: Plan) -> Iterator[Claim]:
             if made:
                 first[topology, degree] = made[1]
                 yield run_claim(f"{name}scored as emitted", functools.partial(_scored, *made))
-    for topology, claim in (
-        (TP_INVARIANT, "one digest at all degrees"),
-        (DEFAULT_TOPOLOGY, "control: the degree changes bits"),
-    ):
+    claims = {
+        TP_INVARIANT: "one digest at all degrees",
+        DEFAULT_TOPOLOGY: "control: the degree changes bits",
+    }
+    for topology in plan.topologies:
+        claim = claims[topology]
         outputs = {degree: first.get((topology, degree)) for degree in plan.degrees}
         check: Callable[..., str] = _one_digest if topology == TP_INVARIANT else _other_digests
         yield run_claim(f"engine, {topology} topology: {claim}", functools.partial(check, outputs))

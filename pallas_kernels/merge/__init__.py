@@ -1,6 +1,6 @@
 """Sums of a few float32 partial results, in one stated order, rounded once."""
 
-from .api import ordered_sum, tree_sum
+from .api import fits_peers, ordered_sum, peer_sum, tree_sum
 from .topology import MergeTopology
 
-__all__ = ["MergeTopology", "ordered_sum", "tree_sum"]
+__all__ = ["MergeTopology", "fits_peers", "ordered_sum", "peer_sum", "tree_sum"]

@@ -1,14 +1,16 @@
 """Public sums of partial results: checks, then one marked primitive."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, UInt32
 
 from .. import contracts
 from ..differentiable import differentiable
 from ..primitive import HOPPER, REFERENCE, define_op
+from .hopper_peers import merge_peers_op
 from .kernel_hopper import merge_hopper_op
 from .reference import merge_reference
 from .topology import ASCENDING, TREE, MergeTopology
@@ -27,6 +29,16 @@ _merge = differentiable(
         implementations={REFERENCE: merge_reference, HOPPER: merge_hopper_op},
     ),
     merge_backward,
+)
+
+
+def _peer_avals(x: Any, table: Any, *, out_dtype: str, topology: MergeTopology) -> list[Any]:
+    del table, topology
+    return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(out_dtype))]
+
+
+_merge_peers = define_op(
+    "merge_peers", out_avals=_peer_avals, implementations={HOPPER: merge_peers_op}
 )
 
 
@@ -76,6 +88,50 @@ def tree_sum(
     Invariance: element by element, of the n terms in their order; not of where the tree is cut.
     """
     return _checked("tree_sum", parts, TREE, out_dtype, backend)
+
+
+def peer_sum(
+    x: Float32[Array, "..."],
+    table: UInt32[Array, "ranks_and_one 2"],
+    *,
+    tree: bool,
+    out_dtype: Any = "float32",
+    backend: str,
+) -> Float[Array, "..."]:
+    """The ranks' terms added, by a kernel that moves them through the ranks' own memory.
+
+    Args:
+      x: float32, this rank's term, a multiple of 4 elements.
+      table: where the ranks' workspaces are, see `hopper_peers`.
+      tree: as `tree_sum`; else as `ordered_sum`.
+      out_dtype: float32, bfloat16 or float16.
+      backend: implementation by name; it has no derivative.
+
+    Returns:
+      [...] of out_dtype, the same on every rank.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+      NotImplementedError: no such backend.
+
+    Invariance: element by element, of the ranks' terms in their order; the bits of `ordered_sum` or
+    `tree_sum` of the gathered terms.
+    """
+    contracts.check_dtype("peer_sum", "x", x, jnp.float32)
+    contracts.check_dtype("peer_sum", "table", table, jnp.uint32)
+    if table.ndim != 2 or table.shape[1] != 2 or table.shape[0] < 3:
+        raise ValueError(f"peer_sum: table must be [ranks + 1, 2], got {list(table.shape)}")
+    if not fits_peers(x.shape):
+        raise ValueError(f"peer_sum: x must hold a multiple of 4 elements, got {list(x.shape)}")
+    topology = MergeTopology(order=TREE if tree else ASCENDING)
+    name = jnp.dtype(out_dtype).name
+    return _merge_peers(x, table, backend=backend, out_dtype=name, topology=topology)[0]
+
+
+def fits_peers(shape: tuple[int, ...]) -> bool:
+    """Whether `peer_sum` takes a term of this shape."""
+    elements = math.prod(shape)
+    return elements > 0 and elements % 4 == 0
 
 
 def _checked(op: str, parts: Any, order: str, out_dtype: Any, backend: str) -> jax.Array:

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from bi_jax.pallas_kernels.merge import MergeTopology, ordered_sum, tree_sum
-from bi_jax.pallas_kernels.merge.hopper_peers import merge_peers_hopper
 from bi_jax.pallas_kernels.merge.kernel_hopper import merge_hopper
 from bi_jax.pallas_kernels.merge.schedule import MergeSchedule, pick_schedule
 from bi_jax.testing import assert_same_bits, bit_difference, operands
@@ -119,20 +117,6 @@ def test_it_lowers_for_sm90(shape, count):
     run = functools.partial(ordered_sum, out_dtype="bfloat16", backend="hopper")
     text = jax.jit(run).trace(parts).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu") >= 1
-
-
-def test_the_kernel_over_peers_lowers_for_sm90():
-    mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-    topology = MergeTopology(order="ascending")
-
-    def body(x):
-        out = merge_peers_hopper(x[0], axis="tp", ranks=4, out_dtype="bfloat16", topology=topology)
-        return out[None]
-
-    run = jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
-    x = jax.ShapeDtypeStruct((4, 3, 4096), jnp.float32)
-    text = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert "uses_xla_collective_metadata = true" in text and "multimem" not in text
 
 
 def test_schedules_keep_loads_aligned():

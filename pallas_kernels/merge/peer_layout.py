@@ -1,0 +1,104 @@
+"""Where things lie in the workspace by which the cards of one host hand each other their terms.
+
+Each card has one workspace of the same layout; every kernel over peers uses it, one after another.
+A CTA of a kernel has its own control words, slots and count of exchanges, and deals with the CTAs
+of the same index on the other cards alone. Bytes:
+
+    control   [CTAS, 128]                          a word a rank, set by that rank; the count at 64
+    words     [CTAS, 2, ranks, ROUNDS, 128, 16]    two numbers a thread, each with its own flag
+    terms     [CTAS, 2, ranks, ROUNDS, 128, 16]    four numbers a thread
+    shares    [2, CTAS, ranks, SHARE_ROUNDS, 128, 16]
+
+The two halves of words and terms are used by turns: who sends exchange i has seen every peer's part
+of exchange i - 1, so every peer is done with i - 2. Shares need no second half: who sends has seen
+an answer that the peer gave after it was done with the last ones.
+"""
+
+from dataclasses import dataclass
+
+THREADS = 128
+SLOT = 16 * THREADS  # bytes that a CTA sends at once
+CONTROL = 128
+COUNT_AT = 64
+MOST_RANKS = 16
+
+WORDS_CTAS, WORDS_ROUNDS = 132, 4
+TERMS_CTAS, TERMS_ROUNDS = 132, 8
+SHARE_CTAS, SHARE_ROUNDS = 528, 2
+
+WORDS, TERMS, SHARES = "words", "terms", "shares"
+WORDS_BYTES = 128 * 1024  # the largest float32 term that goes as words
+TERMS_BYTES = 2 * 1024 * 1024  # and in one shot at all
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerLayout:
+    """Byte offsets in the workspace of each of `ranks` cards."""
+
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.ranks <= MOST_RANKS:
+            raise ValueError(f"ranks={self.ranks} must be 2 to {MOST_RANKS}")
+
+    @property
+    def words(self) -> int:
+        return SHARE_CTAS * CONTROL
+
+    @property
+    def terms(self) -> int:
+        return self.words + WORDS_CTAS * 2 * self.ranks * WORDS_ROUNDS * SLOT
+
+    @property
+    def shares(self) -> int:
+        return self.terms + TERMS_CTAS * 2 * self.ranks * TERMS_ROUNDS * SLOT
+
+    @property
+    def sums(self) -> int:
+        return self.shares + SHARE_CTAS * self.ranks * SHARE_ROUNDS * SLOT
+
+    @property
+    def size(self) -> int:
+        return self.sums + SHARE_CTAS * self.ranks * SHARE_ROUNDS * SLOT
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerSchedule:
+    """How a message is exchanged; changes no bit.
+
+    Attributes:
+      form: "words", every number with a flag beside it, no fence; "terms", all numbers, then one
+        flag; "shares", a rank adds its share and hands the sums out.
+      ctas: of the kernel.
+      rounds: how often each takes its next numbers; of shares, before it answers.
+    """
+
+    form: str
+    ctas: int
+    rounds: int
+
+
+def pick_peer_schedule(*, elements: int, ranks: int, form: str | None = None) -> PeerSchedule:
+    """The schedule of a message.
+
+    Args:
+      elements: of a float32 term, a multiple of 4.
+      ranks: cards.
+      form: None: by size.
+    """
+    if form is None:
+        size = 4 * elements
+        form = WORDS if size <= WORDS_BYTES else TERMS if size <= TERMS_BYTES else SHARES
+    if form == SHARES:
+        chunks = -(-elements // (ranks * SHARE_ROUNDS * SLOT // 4))
+        ctas = min(SHARE_CTAS, chunks)
+        return PeerSchedule(form=form, ctas=ctas, rounds=-(-chunks // ctas))
+    numbers, most, ctas = (
+        (2, WORDS_ROUNDS, WORDS_CTAS) if form == WORDS else (4, TERMS_ROUNDS, TERMS_CTAS)
+    )
+    tiles = -(-elements // (numbers * THREADS))
+    ctas = min(ctas, tiles)
+    rounds = -(-tiles // ctas)
+    if rounds > most:
+        raise ValueError(f"{elements} elements are too many for the form {form!r}")
+    return PeerSchedule(form=form, ctas=ctas, rounds=rounds)

@@ -1,0 +1,278 @@
+#!/usr/bin/env python3
+"""Times the engine's step over 1, 2 and 4 cards against stock XLA and cuDNN with psum.
+
+    python scripts/bench_tp_engine.py --json docs/benchmarks/tp_engine_h200x4.json   # on the chips
+    python scripts/bench_tp_engine.py --tiny                                         # anywhere
+
+Qwen3-8B's shapes with random weights made in their shards. A process for each degree and topology
+compiles its programs while others do; then they measure one at a time. A step is the engine's own
+program on its own arrays, handed over many times in a row; so is the peer's (engine_peer.py), once
+with float32 partial sums and once with bfloat16 ones.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import fcntl
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from bench_engine import Ours, measure, note, shapes_only
+from engine_cases import TINY_CASES, Case, fill_cache, random_weights
+from engine_peer import HEADS, make_caches, make_step, peer_params
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from run_header import run_header
+
+from bi_jax import Engine, EngineConfig, runner
+from bi_jax.batch import TokenArrays
+from bi_jax.models import build_transformer
+from bi_jax.models.families.qwen3 import QWEN3_8B
+from bi_jax.ops import pick_backends
+from bi_jax.sharding import model_placer
+
+CASES = (Case(requests=64, context=1024), Case(requests=1, context=1024))
+PREFILL = Case(requests=1, context=4096, new=4096)
+TINY_DEVICES = 2
+DTYPES = ("float32", "bfloat16")  # of the peer's partial sums
+PEERS, GATHERED = "peers", "gathered"  # how ours are summed: through peer memory, by collectives
+
+
+def make_engine(config: Any, cases: tuple[Case, ...], degree: int) -> Engine:
+    backends = pick_backends(jax.devices()[0], config.dtype)
+    placer = model_placer(config, backends, degree)
+    params = random_weights(config, placer)
+    jax.block_until_ready(params)
+    buckets = sorted({max(8, case.tokens) for case in cases})
+    settings = EngineConfig(
+        max_num_seqs=max(case.requests for case in cases),
+        max_num_batched_tokens=buckets[-1],
+        token_buckets=tuple(buckets),
+        max_model_len=max(case.context for case in cases) + 64,
+        num_pages=max(case.requests * -(-case.context // 64) for case in cases) + 8,
+        audit=False,
+    )
+    layout = None if placer is None else placer.layout
+    model = build_transformer(config, params, layout=layout)
+    return Engine(model, config=settings, tensor_parallel_size=degree)
+
+
+def no_digest(engine: Engine) -> Any:
+    """Nobody asks for the identity, and hashing gigabytes would disturb what is timed."""
+    done: concurrent.futures.Future[str] = concurrent.futures.Future()
+    done.set_result("")
+    return done
+
+
+class OnRanks(Ours):
+    """A case's step in the engine, its arrays on every rank."""
+
+    def __init__(self, engine: Engine, case: Case) -> None:
+        super().__init__(engine, case)
+        if engine.placer is None or engine.placer.mesh is None:
+            return
+        place = NamedSharding(engine.placer.mesh, P())
+        tokens = {n: jax.device_put(a, place) for n, a in vars(self.step.tokens).items()}
+        rows = jax.device_put(self.step.rows, place)
+        self.step = dataclasses.replace(self.step, tokens=TokenArrays(**tokens), rows=rows)
+
+
+class Peer:
+    """A case's step in stock XLA over the same cards, on the engine's own arrays."""
+
+    def __init__(self, engine: Engine, case: Case, params: Any, sums: str, tiny: bool) -> None:
+        placer, self.config = engine.placer, engine.model_config
+        self.mesh = None if placer is None else placer.mesh
+        self.case, self.params = case, params
+        self.heads = None if placer is None else placer.layout.cache_heads
+        attention = "xla" if tiny else "cudnn"
+        kinds = dict(attention=attention, params=params, mesh=self.mesh, sum_dtype=sums)
+        self.step = make_step(self.config, case, **kinds)
+        tokens = np.random.default_rng(0).integers(0, 500, case.tokens).astype(np.int32)
+        place = None if self.mesh is None else NamedSharding(self.mesh, P())
+        self.tokens = jax.device_put(tokens, place)
+
+    def compile(self) -> None:
+        place = None if self.mesh is None else NamedSharding(self.mesh, HEADS)
+        caches = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
+            jax.eval_shape(self._caches),
+        )
+        self.compiled = self.step.lower(self.params, caches, self.tokens).compile()
+
+    def _caches(self) -> Any:
+        return make_caches(self.config, self.case, mesh=self.mesh, heads=self.heads)
+
+    def prepare(self) -> None:
+        self.caches = self._caches()
+
+    def run(self) -> Any:
+        self.caches, token = self.compiled(self.params, self.caches, self.tokens)
+        return token
+
+    @property
+    def program(self) -> str:
+        return self.compiled.as_text()
+
+
+def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -> None:
+    """Compiles and measures one degree and topology; writes what it found to --json."""
+    if sums == GATHERED:
+        runner.peer_memory = lambda *_: None
+    config, cases = QWEN3_8B.replace(topology=topology), CASES
+    if arguments.prefill:
+        cases = (*CASES, PREFILL)
+    if arguments.layers:
+        config = config.replace(num_layers=arguments.layers)
+    if arguments.tiny:
+        sizes = dict(hidden_size=64, intermediate_size=128, num_query_heads=4, num_kv_heads=4)
+        config = config.replace(
+            num_layers=2, head_dim=64, vocab_size=512, bos_token_id=0, eos_token_ids=(1,),
+            pad_token_id=0, dtype="float32", param_dtype="float32", max_position=512, **sizes,
+        )  # fmt: skip
+        cases = TINY_CASES
+    Engine._submit_digest = no_digest
+    make_cache, runner.make_cache = runner.make_cache, shapes_only
+    engine = make_engine(config, cases, degree)
+    note(degree, topology, "built")
+    sides: dict[tuple[str, Case], Any] = {("ours", c): OnRanks(engine, c) for c in cases}
+    if topology == "default" and sums == PEERS:
+        params = peer_params(nnx.merge(engine.runner._graph, engine.runner.state))
+        for dtype in DTYPES[: 2 if degree > 1 and not arguments.tiny else 1]:
+            made = {c: Peer(engine, c, params, dtype, arguments.tiny) for c in cases}
+            sides |= {(f"psum {dtype}", c): side for c, side in made.items()}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda side: side.compile(), sides.values()))
+    note(degree, topology, "compiled")
+    rows: dict[str, Any] = {case.name: {} for case in cases}
+    found = {
+        "degree": degree,
+        "topology": topology,
+        "sums": sums,
+        "layers": config.num_layers,
+        "rows": rows,
+    }
+    found["model"], found["ops"] = str(config), dict(engine.ops.description)
+    with arguments.lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        runner.make_cache = make_cache
+        engine.runner.reset_cache()
+        fill_cache(engine.runner)
+        for (name, case), side in sides.items():
+            if isinstance(side, Peer):
+                engine.runner._cache = None
+                side.prepare()
+            if arguments.tiny:  # steps in flight together starve one another of the few threads
+                side.run = functools.partial(_blocking, side.run)
+            profiled = not arguments.tiny and case.requests > 1 and "bfloat16" not in name
+            row = measure(side, profiled=profiled)
+            if isinstance(side, Peer):
+                side.caches = None
+            for long in ("kernels", "order"):
+                row.pop(long, None) if name.startswith("psum") else None
+            row["tokens_a_second"] = round(case.tokens / row["ms"] * 1e3, 1)
+            rows[case.name][name] = row
+            note(degree, topology, case.name, name, row["ms"], "ms", row.get("classes_us"))
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _blocking(run: Any) -> Any:
+    return jax.block_until_ready(run())
+
+
+def ratios(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ours over each peer of the same degree and case."""
+    peers = {
+        (p["degree"], case, name): row["ms"]
+        for p in parts
+        for case, sides in p["rows"].items()
+        for name, row in sides.items()
+        if name != "ours"
+    }
+    table = []
+    for p in parts:
+        for case, sides in p["rows"].items():
+            ms = sides["ours"]["ms"]
+            row = {name: p[name] for name in ("degree", "topology", "sums")}
+            row |= {"case": case, "ms": ms}
+            row["tokens_a_second"] = sides["ours"]["tokens_a_second"]
+            for name in (f"psum {dtype}" for dtype in DTYPES):
+                peer = peers.get((p["degree"], case, name))
+                if peer:
+                    row[f"{name} ms"], row[f"over {name}"] = peer, round(ms / peer, 4)
+            table.append(row)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on virtual devices")
+    parser.add_argument("--layers", type=int, help="default: all")
+    parser.add_argument("--degrees", default="4,2,1")
+    parser.add_argument("--topologies", default="default,tp_invariant")
+    parser.add_argument("--prefill", action="store_true", help="a prompt of 4,096 tokens too")
+    parser.add_argument("--gathered", action="store_true", help="ours without peer memory too")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=pathlib.Path, help="file that others measure under too")
+    arguments = parser.parse_args()
+    if arguments.part:
+        if arguments.tiny:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", TINY_DEVICES)
+        degree, topology, sums = arguments.part.split(":")
+        part(arguments, int(degree), topology, sums)
+        return 0
+    return run_parts(arguments)
+
+
+def run_parts(arguments: argparse.Namespace) -> int:
+    """A process a part, all at once; then one file of what they found."""
+    degrees = [int(degree) for degree in arguments.degrees.split(",")]
+    topologies = arguments.topologies.split(",")
+    names = [f"{d}:{t}:{PEERS}" for t in topologies for d in degrees]
+    if arguments.gathered:
+        names += [f"{d}:{t}:{GATHERED}" for t in topologies for d in degrees if d > 1]
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    words = [word for word in ("--tiny", "--prefill") if getattr(arguments, word[2:])]
+    words += ["--layers", str(arguments.layers)] if arguments.layers else []
+    with tempfile.TemporaryDirectory() as folder:
+        files = {name: pathlib.Path(folder) / f"{name.replace(':', '_')}.json" for name in names}
+        command = [sys.executable, __file__, *words, "--lock", arguments.lock or f"{folder}/lock"]
+        running = [
+            subprocess.Popen([*command, "--part", name, "--json", file], env=environment)
+            for name, file in files.items()
+        ]
+        failed, parts = 0, []
+        waiting = list(running)
+        while waiting:
+            time.sleep(0.5)
+            ended = [process for process in waiting if process.poll() is not None]
+            waiting = [process for process in waiting if process.poll() is None]
+            failed += sum(process.returncode != 0 for process in ended)
+            if ended:
+                parts = [json.loads(file.read_text()) for file in files.values() if file.exists()]
+                save(parts, arguments)
+    for row in ratios(parts):
+        print(row, flush=True)
+    return 1 if failed else 0
+
+
+def save(parts: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        report = {**run_header(__file__), "ratios": ratios(parts), "parts": parts}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
