@@ -1,4 +1,4 @@
-"""Memory on each card of a host into which the other cards write, for sums over them by one kernel."""
+"""Memory on each card of a host into which the other cards write: for sums by one kernel."""
 
 from __future__ import annotations
 
