@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from .peer_memory import peer_memory, peers_table
 from .program_store import ProgramStore, program_store
 from .row_products import TENSOR_AXIS
 from .sampling import SamplingRows, TokenBackends, TokenChoice, sample, stack_rows
-from .sampling_rows import RowSampling
+from .sampling_rows import StackedRows
 from .scheduler import PlannedSequence, StepPlan
 from .scheduler import Sequence as ScheduledSequence
 from .sharding import Placer
@@ -148,7 +147,7 @@ class Runner:
         )
         self.programs: dict[tuple[int, int, int, bool, int], float] = {}
         self.buckets_used: set[int] = set()
-        self._stacked: _Stacked | None = None
+        self._stacked: StackedRows | None = None
 
     def _program_store(self, options: Any) -> ProgramStore | None:
         """Where this runner's programs may be kept; see there for what else tells them apart."""
@@ -179,7 +178,7 @@ class Runner:
         stacked = self._stacked
         if stacked is None or not stacked.is_of(sampling, size):
             arrays = stack_rows(sampling, [0] * len(rows), size=size)
-            stacked = self._stacked = _Stacked(sampling=sampling, size=size, arrays=arrays)
+            stacked = self._stacked = StackedRows(sampling=sampling, size=size, arrays=arrays)
         return LogitRows(
             row=_column([row.row for row in rows], size),
             target=_column([row.target for row in rows], size),
@@ -420,19 +419,6 @@ class Launched:
     step: StepArguments
     choice: TokenChoice
     started: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stacked:
-    """The sampling arrays of a step's rows, kept for the next step."""
-
-    sampling: list[RowSampling]
-    size: int
-    arrays: SamplingRows
-
-    def is_of(self, sampling: list[RowSampling], size: int) -> bool:
-        same = size == self.size and len(sampling) == len(self.sampling)
-        return same and all(map(operator.is_, sampling, self.sampling))
 
 
 @functools.partial(jax.jit, static_argnames="size")

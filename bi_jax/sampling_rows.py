@@ -4,6 +4,7 @@ Made on the host once, at admission: whatever needs a division, a logarithm or 6
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,19 @@ def row_sampling(params: SamplingParams, *, sample_index: int) -> RowSampling:
         logprob_inv_temperature=1.0 if raw else inverse,
         logprob_cut=on and params.logprobs_mode == "processed",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedRows:
+    """The sampling arrays of a step's rows, kept for the next step."""
+
+    sampling: list[RowSampling]
+    size: int
+    arrays: SamplingRows
+
+    def is_of(self, sampling: list[RowSampling], size: int) -> bool:
+        same = size == self.size and len(sampling) == len(self.sampling)
+        return same and all(map(operator.is_, sampling, self.sampling))
 
 
 def stack_rows(rows: Sequence[RowSampling], positions: Sequence[int], *, size: int) -> SamplingRows:

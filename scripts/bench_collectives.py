@@ -13,7 +13,6 @@ import argparse
 import concurrent.futures
 import functools
 import json
-import os
 import pathlib
 import statistics
 import sys
@@ -182,6 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         jax.config.update("jax_num_cpu_devices", arguments.virtual)
     from run_header import run_header
 
+    from bi_jax.flags import process_flags
     from bi_jax.pallas_kernels.primitive import HOPPER, REFERENCE
     from bi_jax.sharding import make_mesh
 
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
             check(name, known[name][1], mesh, addresses)
             print("right bits:", name, flush=True)
     report: dict[str, Any] = {**run_header(__file__), "ranks": ranks, "rounds": ROUNDS, "sizes": []}
-    report["environment"] = {name: os.environ.get(name) for name in ("XLA_FLAGS",)}
+    report["XLA_FLAGS"] = process_flags()
     sizes = [kib for kib in SIZES_KIB if kib <= arguments.largest_kib]
     fits = {
         (kib, name): kib * KIB <= LARGEST_BY_FORM.get(name, 1 << 40)

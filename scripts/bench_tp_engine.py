@@ -16,7 +16,6 @@ import dataclasses
 import fcntl
 import functools
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -243,14 +242,22 @@ def run_parts(arguments: argparse.Namespace) -> int:
     names = [f"{d}:{t}:{PEERS}" for t in topologies for d in degrees]
     if arguments.gathered:
         names += [f"{d}:{t}:{GATHERED}" for t in topologies for d in degrees if d > 1]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     words = [word for word in ("--tiny", "--prefill") if getattr(arguments, word[2:])]
     words += ["--layers", str(arguments.layers)] if arguments.layers else []
     with tempfile.TemporaryDirectory() as folder:
         files = {name: pathlib.Path(folder) / f"{name.replace(':', '_')}.json" for name in names}
-        command = [sys.executable, __file__, *words, "--lock", arguments.lock or f"{folder}/lock"]
+        # The parts share the cards, so none may take a share of their memory at once.
+        command = [
+            "env",
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false",
+            sys.executable,
+            __file__,
+            *words,
+            "--lock",
+            arguments.lock or f"{folder}/lock",
+        ]
         running = [
-            subprocess.Popen([*command, "--part", name, "--json", file], env=environment)
+            subprocess.Popen([*command, "--part", name, "--json", file])
             for name, file in files.items()
         ]
         failed, parts = 0, []
