@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32, Int32
 
+from bi_jax.models.cast import to_compute_dtype
 from bi_jax.models.config import TransformerConfig
 from bi_jax.models.ops import TransformerOps
 from bi_jax.models.transformer import Transformer
@@ -25,7 +26,8 @@ from .sampling_params import inverse_temperature
 from .token_layout import PAGE_SIZE, TokenLayout, lay_out, pages_for
 from .trainer_mesh import RowMesh, pad_rows
 
-HEAD_ROWS = 512  # rows whose logits exist at a time in the forward pass; schedule
+LOGITS = 2**28  # float32 logits that exist at a time in the forward pass, at most; schedule
+TOKEN_TABLE = ("embed", "embedding")
 
 
 def token_logprobs(
@@ -171,18 +173,36 @@ def _gradient(
     call: _Call, params: nnx.State, rest: nnx.State, rows: tuple[_Rows, jax.Array]
 ) -> nnx.State:
     """The parameters' gradient of all rows."""
+    # Cast once for all rows, so each row's gradients come in the compute dtype: that is their one
+    # rounding. The token table's tokens are added in its own dtype.
+    cast = _in_compute_dtype(call, params, table=False)
 
     def one_row(row: tuple[_Rows, jax.Array]) -> nnx.State:
         row = jax.tree.map(lambda a: a[None], row)
-        return _row_gradient(call, params, rest, *row)
+        gradient = _row_gradient(call, cast, rest, *row)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
 
     return sum_over(one_row, rows)
+
+
+def _in_compute_dtype(call: _Call, params: nnx.State, *, table: bool) -> nnx.State:
+    """The parameters cast ahead of the loops that use them; the token table only if `table`."""
+
+    def cast(path: tuple[Any, ...], variable: Any) -> Any:
+        if path == TOKEN_TABLE and not table:
+            return variable
+        return variable.replace(to_compute_dtype(variable[...], call.config.dtype))
+
+    return nnx.from_flat_state([(path, cast(path, v)) for path, v in nnx.to_flat_state(params)])
 
 
 def _forward(call: _Call, params: nnx.State, rest: nnx.State, rows: _Rows) -> jax.Array:
     """All rows in one flat batch; float32 [B, T]."""
     layout = call.lay_out(rows)
-    flat = _flat_logprobs(call, params, rest, layout, rows.tokens.shape, head_rows=HEAD_ROWS)
+    # Where the table is no head its rows are cast as they are looked up.
+    params = _in_compute_dtype(call, params, table=call.config.tie_word_embeddings)
+    head_rows = 1 << (LOGITS // call.config.vocab_size).bit_length() - 1
+    flat = _flat_logprobs(call, params, rest, layout, rows.tokens.shape, head_rows=head_rows)
     out = jnp.zeros_like(flat)
     out = out.at[layout.target_place].set(flat, mode="drop", unique_indices=True)
     return jnp.where(layout.bad_row[:, None], jnp.nan, out.reshape(rows.tokens.shape))

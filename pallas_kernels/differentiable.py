@@ -8,7 +8,8 @@ import jax
 
 from .primitive import HOPPER, REFERENCE
 
-GPU_ROWS = 256  # rows a block where a reference body runs on a GPU: few launches, one shape
+# Where a reference body runs on a GPU: large blocks, so few launches, at one shape.
+ON_GPU = dict(rows=256, counted=False)
 
 Bind = Callable[..., tuple[jax.Array, ...]]
 Backward = Callable[..., Sequence[jax.Array | None]]

@@ -15,14 +15,21 @@ from jax import lax
 Body = Callable[..., Sequence[jax.Array]]
 
 
-def num_blocks(num_rows: jax.Array, rows: int) -> jax.Array:
-    """ceil(num_rows / rows) as an int32 that the compiler cannot constant-fold."""
+def num_blocks(num_rows: jax.Array, rows: int, *, most: int, counted: bool) -> jax.Array | int:
+    """How many blocks of `rows` rows are run: those that hold data, or all that there are.
+
+    counted: ceil(num_rows / rows) as an int32 that the compiler cannot constant-fold. Else `most`:
+    a GPU asks its host before every iteration of a loop whose length it does not know, which takes
+    longer than a block of padding.
+    """
+    if not counted:
+        return most
     count = lax.optimization_barrier(jnp.asarray(num_rows, jnp.int32))
     return (count + (rows - 1)) // rows
 
 
 def for_row_blocks(
-    body: Body, *arrays: jax.Array, rows: int, num_rows: jax.Array
+    body: Body, *arrays: jax.Array, rows: int, num_rows: jax.Array, counted: bool = True
 ) -> tuple[jax.Array, ...]:
     """Applies `body` to consecutive blocks of `rows` rows.
 
@@ -31,7 +38,8 @@ def for_row_blocks(
         row r of the blocks only.
       *arrays: [M, ...] each, padded here to a multiple of `rows`.
       rows: rows a block, the one shape at which the body is compiled.
-      num_rows: int32 [], rows that hold data; blocks beyond them are not run.
+      num_rows: int32 [], rows that hold data.
+      counted: blocks beyond them are not run; for GPUs False, see `num_blocks`.
 
     Returns:
       The outputs, [M, ...] each; rows of blocks that were not run are zero.
@@ -55,7 +63,8 @@ def for_row_blocks(
             for d, r in zip(done, results, strict=True)
         )
 
-    done = lax.fori_loop(0, num_blocks(num_rows, rows), step, init)
+    count = num_blocks(num_rows, rows, most=padded // rows, counted=counted)
+    done = lax.fori_loop(0, count, step, init)
     return tuple(d[:total] for d in done)
 
 

@@ -18,7 +18,11 @@ Sum = Callable[..., jax.Array]
 
 
 def over_row_blocks(
-    block_sum: Sum, *arrays: jax.Array, num_rows: jax.Array, rows: int = ROWS
+    block_sum: Sum,
+    *arrays: jax.Array,
+    num_rows: jax.Array,
+    rows: int = ROWS,
+    counted: bool = True,
 ) -> jax.Array:
     """The float32 sum of `block_sum(*blocks [rows, ...])` over the blocks, ascending.
 
@@ -27,6 +31,7 @@ def over_row_blocks(
       *arrays: [M, ...] each.
       num_rows: int32 [], rows that hold data.
       rows: rows a block.
+      counted: blocks beyond num_rows are not run, else they add zeros; for GPUs False.
     """
     total = arrays[0].shape[0]
     padded = -(-total // rows) * rows
@@ -50,10 +55,11 @@ def over_row_blocks(
         return lax.optimization_barrier(acc + part)
 
     start = jnp.zeros(out.shape, jnp.float32)
-    return lax.fori_loop(0, num_blocks(num_rows, rows), step, start)
+    count = num_blocks(num_rows, rows, most=padded // rows, counted=counted)
+    return lax.fori_loop(0, count, step, start)
 
 
-def sum_rows(values: jax.Array, num_rows: jax.Array) -> jax.Array:
+def sum_rows(values: jax.Array, num_rows: jax.Array, *, counted: bool = True) -> jax.Array:
     """float32 [M, ...] -> [...]: a block's rows are added by halves, then the blocks ascending."""
 
     def by_halves(block: jax.Array) -> jax.Array:
@@ -62,4 +68,4 @@ def sum_rows(values: jax.Array, num_rows: jax.Array) -> jax.Array:
             block = block[:half] + block[half:]
         return block[0]
 
-    return over_row_blocks(by_halves, values, num_rows=num_rows)
+    return over_row_blocks(by_halves, values, num_rows=num_rows, counted=counted)

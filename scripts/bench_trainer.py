@@ -5,15 +5,19 @@
 
 The peer is a plain jnp transformer of the same weights in bfloat16, differentiated by JAX through
 the whole batch, its logits in checkpointed chunks. Both are timed by turns in one run on the host's
-clock, which is fair for programs of ten milliseconds and more. On a CPU it shows that it runs.
+clock, which is fair for programs of ten milliseconds and more. `--json` also writes where the time
+goes, by the profiler. On a CPU it shows that it runs.
 """
 
 import argparse
+import functools
 import json
+import pathlib
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -25,8 +29,24 @@ from bi_jax import flags, token_logprobs
 from bi_jax.models import build_transformer, random_params
 from bi_jax.models.families.llama import LLAMA_3_1_8B, SMOLLM2_135M
 
+# So that it also runs as a file, whose folder and not the repository is then on the path.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from engine_profile import CLASSES, by_class, by_name, kernels_of
+from run_header import run_header
+
 CHUNK = 2048  # rows of logits at a time, in the peer
 SHAPES = {"8b": LLAMA_3_1_8B, "smollm2": SMOLLM2_135M}
+# As in `engine_profile`; the first that fits, so backward passes come before what they consist of.
+BACKWARD = (
+    ("bi_attention_gradient", "attention backward"),
+    ("bi_matmul_weight_gradient", "weight gradients"),
+    ("bi_swiglu_gradient", "SwiGLU backward"),
+    ("bi_rms_norm_gradient", "norms backward"),
+    ("bi_rope_gradient", "rotation backward"),
+    ("bi_target_logprobs_gradient", "log-probabilities backward"),
+    ("bi_embedding_gradient", "token table"),
+    ("bi_merge_gradients|bi_nonnegative", "sums over rows"),
+)
 
 
 def peer(model: Any, tokens: jax.Array) -> jax.Array:
@@ -102,15 +122,31 @@ def programs(args: argparse.Namespace) -> tuple[dict[tuple[str, str], Any], tupl
     def gradient(score: Callable[..., jax.Array]) -> Callable[..., Any]:
         return jax.grad(lambda params, tokens: jnp.sum(score(params, tokens)))
 
+    def compiled(name: tuple[str, str], run: Callable[..., Any], pinned: Any) -> Any:
+        started = time.perf_counter()
+        program = jax.jit(run, compiler_options=pinned).lower(params, tokens).compile()
+        print(f"{', '.join(name)}: compiled in {time.perf_counter() - started:.1f} s", flush=True)
+        return program
+
     options = flags.compiler_options(jax.default_backend())
-    found = {}
-    for who, score, pinned in (("peer", theirs, None), ("ours", ours, options)):
-        for what, run in (("forward", score), ("forward and backward", gradient(score))):
-            started = time.perf_counter()
-            lowered = jax.jit(run, compiler_options=pinned).lower(params, tokens)
-            found[who, what] = lowered.compile()
-            print(f"{who}, {what}: compiled in {time.perf_counter() - started:.1f} s", flush=True)
-    return found, (params, tokens)
+    jobs = {}
+    with ThreadPoolExecutor(4) as pool:
+        for who, score, pinned in (("peer", theirs, None), ("ours", ours, options)):
+            for what, run in (("forward", score), ("forward and backward", gradient(score))):
+                jobs[who, what] = pool.submit(compiled, (who, what), run, pinned)
+    return {name: job.result() for name, job in jobs.items()}, (params, tokens)
+
+
+def profiled(found: dict[tuple[str, str], Any], operands: tuple[Any, ...]) -> dict[str, Any]:
+    """Microseconds by class and by kernel of each program, on a card."""
+    parts = {}
+    for (who, what), program in found.items():
+        run = functools.partial(program, *operands)
+        kernels = kernels_of(run, program.as_text())
+        classes = by_class(kernels, (*BACKWARD, *CLASSES))
+        parts[f"{who}, {what}"] = {"by_class": classes, "by_kernel": by_name(kernels)[:60]}
+        print(f"{who}, {what}: {classes}", flush=True)
+    return parts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=pathlib.Path, help="times, and a profile on a card")
     args = parser.parse_args(argv)
     found, operands = programs(args)
     times: dict[tuple[str, str], list[float]] = {}
@@ -128,11 +165,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             started = time.perf_counter()
             jax.block_until_ready(program(*operands))
             times.setdefault(name, []).append(time.perf_counter() - started)
+    report: dict[str, Any] = {"run": run_header(__file__), "times": []}
     for what in ("forward", "forward and backward"):
         ours, theirs = (statistics.median(times[who, what][1:]) * 1e3 for who in ("ours", "peer"))
         figures = {"ours_ms": ours, "peer_ms": theirs, "ratio": ours / theirs}
         rounded = {name: round(value, 3) for name, value in figures.items()}
-        print(json.dumps({"what": what, "shape": args.shape, **rounded}), flush=True)
+        report["times"].append({"what": what, "shape": args.shape, **rounded})
+        print(json.dumps(report["times"][-1]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        if jax.default_backend() == "gpu":
+            report["profile"] = profiled(found, operands)
+            args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -4,7 +4,7 @@ import collections
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from device_timing import MARKER
 
 STEPS = 2  # profiled a case
+Classes = Sequence[tuple[str, str]]
 _SCOPE = re.compile(r'%?([\w.\-]+) = .*op_name="([^"]*)"')
 # Part of a kernel's name, or of the scope that JAX recorded for it, to the class that it is counted
 # in; the first that fits.
@@ -74,12 +75,12 @@ def _name_of(event: Any, scopes: dict[str, str]) -> str:
     return f"{event.name} {parts[-1]}".strip()
 
 
-def by_class(kernels: list[Kernel]) -> dict[str, float]:
+def by_class(kernels: list[Kernel], classes: Classes = CLASSES) -> dict[str, float]:
     """Microseconds by class, largest first, and the time in which no kernel ran."""
     sums: collections.Counter[str] = collections.Counter()
     busy_until, gaps = 0.0, 0.0
     for name, start, duration in kernels:
-        sums[class_of(name)] += duration
+        sums[class_of(name, classes)] += duration
         gaps += max(0.0, start - busy_until)
         busy_until = max(busy_until, start + duration)
     found = dict(sums.most_common()) | {"gaps": gaps}
@@ -98,9 +99,9 @@ def by_name(kernels: list[Kernel]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def class_of(name: str) -> str:
+def class_of(name: str, classes: Classes = CLASSES) -> str:
     """The class of a kernel by its name."""
-    for pattern, kind in CLASSES:
+    for pattern, kind in classes:
         if re.search(pattern, name):
             return kind
     return "other"

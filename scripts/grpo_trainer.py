@@ -83,6 +83,13 @@ class Trainer:
         self._logprobs = jax.jit(self._logprobs_of, compiler_options=options)
         self._apply = jax.jit(self._apply_to, compiler_options=options)
 
+    def warm_up(self, length: int) -> None:
+        """Compiles the gradient of micro-batches of `length` tokens, on rows of padding."""
+        shape = (self.config.micro_batch, length)
+        ids, old = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        blank = Rollout(ids, ids, np.zeros(shape, np.bool_), old, old[:, 0])
+        jax.block_until_ready(self._gradient(self.params, blank, jnp.asarray(old), np.float32(1)))
+
     def update(self, rollout: Rollout) -> dict[str, Any]:
         """All inner updates on one rollout.
 

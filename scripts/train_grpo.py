@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from scripts.grpo_trainer import Rollout, Trainer, TrainerConfig, check_identity
 from scripts.run_plot import plot
 
 ROOM_FOR_PROMPT = 64  # tokens
+PAGE_SIZE = 64  # tokens
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -79,6 +81,14 @@ def load(args: argparse.Namespace) -> tuple[Transformer, Tokenizer]:
     config = read_config(name).replace(dtype=dtype, param_dtype="float32")
     model = build_transformer(config, load_params(name, config, dtype="float32"))
     return model, Tokenizer.from_pretrained(name)
+
+
+def token_buckets(args: argparse.Namespace) -> tuple[int, ...] | None:
+    """Two step programs, for prompts and for tokens drawn; on a CPU the engine's own choice."""
+    if jax.default_backend() == "cpu":
+        return None
+    most = args.max_num_batched_tokens
+    return tuple(sorted({min(args.max_num_seqs, most), most}))
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
@@ -147,15 +157,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     first, saved = trainer.restore(args.out) if args.resume else (0, None)
     lines = log.read_text().splitlines()[:first] if first else []
     log.write_text("".join(line + "\n" for line in lines))
+    longest = ROOM_FOR_PROMPT + args.max_tokens
+    pages = args.max_num_seqs * -(-longest // PAGE_SIZE)
     engine = Engine(
         model,
         tokenizer=tokenizer,
         config=EngineConfig(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            max_model_len=ROOM_FOR_PROMPT + args.max_tokens,
+            max_model_len=longest,
+            page_size=PAGE_SIZE,
+            num_pages=pages,  # the rest of a card's memory is the trainer's
+            token_buckets=token_buckets(args),
         ),
     )
+    if jax.default_backend() != "cpu":  # compile the engine's programs beside the trainer's
+        with ThreadPoolExecutor(1) as pool:
+            warm = pool.submit(engine.warm_up)
+            trainer.warm_up(longest)
+            warm.result()
     engine.update_weights(trainer.state())
     if saved is not None:
         check_identity(saved, engine.identity)

@@ -66,7 +66,9 @@ def attention_gradient_blocks(
         products = out_rows.astype(jnp.float32) * dout_rows.astype(jnp.float32)
         return (jnp.sum(lax.optimization_barrier(products), axis=-1) - dlse_rows,)
 
-    (delta,) = for_row_blocks(row_delta, out, dout, dlse, rows=block, num_rows=num_tokens)
+    (delta,) = for_row_blocks(
+        row_delta, out, dout, dlse, rows=block, num_rows=num_tokens, counted=False
+    )
 
     def head(_: None, arrays: Arrays) -> tuple[None, Arrays]:
         queries, dout_rows, lse_rows, delta_rows, keys, values = arrays

@@ -22,6 +22,7 @@ def target_logprobs_gradient_reference(
     num_rows: jax.Array,
     *,
     rows: int = ROWS,
+    counted: bool = True,
 ) -> tuple[jax.Array]:
     """logits [R, V], target and dlogprob [R, 1] -> dlogits float32 [R, V].
 
@@ -45,4 +46,4 @@ def target_logprobs_gradient_reference(
 
     arrays = (logits, target, inv_temperature, cut_key, cut_id, log_sum_exp)
     arrays = (*arrays, dlogprob, dlog_sum_exp)
-    return (for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows)[0],)
+    return for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows, counted=counted)

@@ -36,6 +36,7 @@ def swiglu_gradient_reference(
     *,
     out_dtype: str,
     rows: int = ROWS,
+    counted: bool = True,
 ) -> tuple[jax.Array]:
     """d(silu(gate) up): gate_up float32 [M, 2 F], dy [M, F] -> (dgate, dup) as [M, 2 F].
 
@@ -52,4 +53,4 @@ def swiglu_gradient_reference(
         both = jnp.concatenate([dy_rows * up * slope, dy_rows * (gate * s)], axis=1)
         return (both.astype(out_dtype),)
 
-    return (for_row_blocks(body, gate_up, dy, rows=rows, num_rows=num_rows)[0],)
+    return for_row_blocks(body, gate_up, dy, rows=rows, num_rows=num_rows, counted=counted)

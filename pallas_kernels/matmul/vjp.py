@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
-from ..differentiable import GPU_ROWS, Bind, backward_backend
+from ..differentiable import ON_GPU, Bind, backward_backend
 from ..primitive import HOPPER, REFERENCE, define_op
 from ..rounding import round_to
 from .reference_backward import (
@@ -57,7 +57,7 @@ _bind_swiglu = define_op(
     out_avals=_swiglu_avals,
     implementations={
         REFERENCE: swiglu_gradient_reference,
-        HOPPER: functools.partial(swiglu_gradient_reference, rows=GPU_ROWS),
+        HOPPER: functools.partial(swiglu_gradient_reference, **ON_GPU),
     },
 )
 

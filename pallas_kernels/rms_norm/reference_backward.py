@@ -21,6 +21,7 @@ def rms_norm_gradient_reference(
     eps: float,
     topology: RmsNormTopology,
     rows: int = ROWS,
+    counted: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """x, dnormed [M, D], dstream [M, D] or [M, 0] -> dx [M, D] of x's dtype, dscale [D].
 
@@ -35,5 +36,5 @@ def rms_norm_gradient_reference(
         return dx.astype(x.dtype), share
 
     arrays = (x, dnormed, dstream)
-    dx, shares = for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows)
-    return dx, sum_rows(shares, num_rows).astype(scale.dtype)
+    dx, shares = for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows, counted=counted)
+    return dx, sum_rows(shares, num_rows, counted=counted).astype(scale.dtype)

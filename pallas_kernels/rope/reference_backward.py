@@ -29,6 +29,7 @@ def rope_gradient_reference(
     qk_norm: bool,
     topology: RopeTopology,
     rows: int = ROWS,
+    counted: bool = True,
 ) -> Arrays:
     """dq [T, Nkv, G, Dh], dk and dv [T, Nkv, Dh] -> dqkv, dq_scale, dk_scale.
 
@@ -64,11 +65,13 @@ def rope_gradient_reference(
         return jnp.concatenate([dqk, dv_rows[:, :, None]], axis=2), q_share, k_share
 
     arrays = (qkv, cos, sin, dq, dk, dv)
-    dqkv, q_shares, k_shares = for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows)
+    dqkv, q_shares, k_shares = for_row_blocks(
+        body, *arrays, rows=rows, num_rows=num_rows, counted=counted
+    )
     if not qk_norm:
         return dqkv, q_scale, k_scale
     return (
         dqkv,
-        sum_rows(q_shares, num_rows).astype(q_scale.dtype),
-        sum_rows(k_shares, num_rows).astype(k_scale.dtype),
+        sum_rows(q_shares, num_rows, counted=counted).astype(q_scale.dtype),
+        sum_rows(k_shares, num_rows, counted=counted).astype(k_scale.dtype),
     )

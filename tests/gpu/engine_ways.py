@@ -27,13 +27,13 @@ def _normal(key: jax.Array, *, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def random_model(config: TransformerConfig) -> Transformer:
-    """Random weights made on the card, one small program a shape: all in one takes a minute."""
+    """Random parameters made on the card, one small program a shape: all in one takes a minute."""
     names = parameter_names(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), len(names))
     params = {
-        name: jnp.ones(shape, config.dtype)
+        name: jnp.ones(shape, config.param_dtype)
         if name.endswith("scale")
-        else _normal(key, shape=shape, dtype=config.dtype)
+        else _normal(key, shape=shape, dtype=config.param_dtype)
         for key, (name, shape) in zip(keys, names.items(), strict=True)
     }
     return build_transformer(config, params)
