@@ -25,9 +25,11 @@ from bi_jax.pallas_kernels.gradients import (
     nonnegative_zero,
     scale_by,
     sum_of_squares,
+    tree_sum,
 )
 
 Tree = Any
+TOGETHER = 4  # leaves that are kept as they are and added at once; schedule
 
 
 @jax.tree_util.register_dataclass
@@ -94,26 +96,40 @@ def accumulate(total: GradientSum | None, gradients: Tree, *, sequences: int) ->
     return GradientSum(nodes=(*nodes, node), sequences=done + sequences)
 
 
-def sum_over(fn: Callable[..., Tree], xs: Tree) -> Tree:
+def sum_over(fn: Callable[..., Tree], xs: Tree, *, like: Tree = None) -> Tree:
     """The sum of fn(x) over the leading axis of xs by the same tree, inside one program.
 
     Args:
       fn: ``x -> pytree of float arrays``; called in a loop.
       xs: arrays [n, ...], n at least 1.
+      like: a pytree of arrays in whose dtypes fn's are added; None: in their own.
 
     Returns:
-      What `accumulate` gives for n calls of one sequence each. Memory: log2(n) + 1 copies.
+      What `accumulate` gives for n calls of one sequence each. Memory: log2(n) copies at most, and
+      those of up to 4 results of fn.
 
     Invariance: the sum over a multiple of 2^k consecutive entries, 2^k of them, is a subtree of
     the sum over all.
     """
     count = jax.tree.leaves(xs)[0].shape[0]
+    together = min(count & -count, TOGETHER)
 
-    def leaf(x: Tree) -> Tree:
-        return jax.tree.map(nonnegative_zero, fn(x))
+    def leaf(xs: Tree) -> Tree:
+        """The subtree of `together` entries."""
+        if together == 1:
+            results = jax.tree.map(lambda a: a[None], fn(jax.tree.map(lambda a: a[0], xs)))
+        else:
+            results = lax.map(fn, xs)
+        return jax.tree.map(
+            lambda a, to: tree_sum(a, out_dtype=to.dtype.name),
+            results,
+            results if like is None else like,
+        )
 
-    if count == 1:
-        return leaf(jax.tree.map(lambda a: a[0], xs))
+    if count == together:
+        return leaf(xs)
+    count //= together
+    xs = jax.tree.map(lambda a: a.reshape(count, together, *a.shape[1:]), xs)
     levels = count.bit_length()
     shapes = jax.eval_shape(leaf, jax.tree.map(lambda a: a[0], xs))
     stack = jax.tree.map(lambda s: jnp.zeros((levels, *s.shape), s.dtype), shapes)

@@ -174,15 +174,14 @@ def _gradient(
 ) -> nnx.State:
     """The parameters' gradient of all rows."""
     # Cast once for all rows, so each row's gradients come in the compute dtype: that is their one
-    # rounding. The token table's tokens are added in its own dtype.
+    # rounding. A token table's rows are added in its own dtype.
     cast = _in_compute_dtype(call, params, table=False)
 
     def one_row(row: tuple[_Rows, jax.Array]) -> nnx.State:
         row = jax.tree.map(lambda a: a[None], row)
-        gradient = _row_gradient(call, cast, rest, *row)
-        return jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, params)
+        return _row_gradient(call, cast, rest, *row)
 
-    return sum_over(one_row, rows)
+    return sum_over(one_row, rows, like=params)
 
 
 def _in_compute_dtype(call: _Call, params: nnx.State, *, table: bool) -> nnx.State:

@@ -45,7 +45,7 @@ BACKWARD = (
     ("bi_rope_gradient", "rotation backward"),
     ("bi_target_logprobs_gradient", "log-probabilities backward"),
     ("bi_embedding_gradient", "token table"),
-    ("bi_merge_gradients|bi_nonnegative", "sums over rows"),
+    ("bi_tree_sum|bi_merge_gradients|bi_nonnegative", "sums over rows"),
 )
 
 

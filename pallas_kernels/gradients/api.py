@@ -14,6 +14,7 @@ from .reference import (
     nonnegative_zero_reference,
     scale_reference,
     sum_of_squares_reference,
+    tree_sum_reference,
 )
 
 
@@ -32,6 +33,11 @@ _bind_zero = define_op(
     "nonnegative_zero",
     out_avals=_like_first,
     implementations={REFERENCE: nonnegative_zero_reference},
+)
+_bind_tree = define_op(
+    "tree_sum",
+    out_avals=lambda a, *, out_dtype: [jax.ShapeDtypeStruct(a.shape[1:], jnp.dtype(out_dtype))],
+    implementations={REFERENCE: tree_sum_reference},
 )
 _bind_scale = define_op(
     "scale_gradient", out_avals=_like_first, implementations={REFERENCE: scale_reference}
@@ -76,6 +82,25 @@ def nonnegative_zero(a: Float[Array, "*S"]) -> Float[Array, "*S"]:
     """
     contracts.check_float("nonnegative_zero", "a", a)
     return _bind_zero(a, backend=REFERENCE)[0]
+
+
+def tree_sum(leaves: Float[Array, "n ..."], *, out_dtype: str) -> Float[Array, "..."]:
+    """Adds 2i and 2i + 1, then the pairs, and so on, each -0.0 taken as 0.0.
+
+    Args:
+      leaves: n of them, a power of two; float32, bfloat16 or float16.
+      out_dtype: in which they are added; at least as wide as theirs.
+
+    Raises:
+      ValueError: another dtype, or n is no power of two.
+
+    Invariance: element by element; the sum of the leaves by `nonnegative_zero` and `merge`.
+    """
+    contracts.check_float("tree_sum", "leaves", leaves)
+    count = leaves.shape[0] if leaves.ndim else 0
+    if count < 1 or count & (count - 1):
+        raise ValueError(f"tree_sum: leaves must be a power of two in number, got {count}")
+    return _bind_tree(leaves, backend=REFERENCE, out_dtype=out_dtype)[0]
 
 
 def scale_by(a: Float[Array, "*S"], factor: Float32[Array, ""]) -> Float[Array, "*S"]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bi_jax.gradient_sum import accumulate, clip_by_global_norm, global_norm, sum_over
+from bi_jax.pallas_kernels.gradients import sum_of_squares
 from bi_jax.testing import assert_same_bits, bit_difference, operands
 
 LEAVES = operands.spread((16, 40), seed=1, powers=(-6, 6))
@@ -53,6 +54,16 @@ def test_numbers_that_are_no_power_of_two():
     assert_same_bits(_in_micro_batches([4], -np.zeros_like(LEAVES[:4])), np.zeros(40, np.float32))
 
 
+def test_leaves_are_added_in_a_wider_dtype():
+    leaves = jnp.asarray(LEAVES[:12], jnp.bfloat16)
+    wide = np.asarray(leaves.astype(jnp.float32))
+    like = jax.ShapeDtypeStruct(leaves.shape[1:], jnp.float32)
+    for count in (1, 2, 4, 8):
+        assert_same_bits(sum_over(lambda x: x, leaves[:count], like=like), _tree(wide[:count]))
+    expected = _tree(wide[:8]) + _tree(wide[8:])
+    assert_same_bits(sum_over(lambda x: x, leaves, like=like), expected)
+
+
 def test_a_sum_survives_a_jit():
     add = jax.jit(lambda total, g: accumulate(total, g, sequences=1))
     total = None
@@ -81,3 +92,14 @@ def test_clipping():
     assert_same_bits(untouched["a"], gradients["a"])
     with pytest.raises(ValueError, match="max_norm=0 must be above 0"):
         clip_by_global_norm(gradients, 0)
+
+
+def test_squares_are_added_lane_by_lane():
+    """Lanes of 4096, ascending over 150 strips, then by halves."""
+    values = operands.spread((150 * 4096 - 7,), seed=3, powers=(-6, 6))
+    lanes = np.zeros(4096, np.float32)
+    for strip in np.append(values, np.zeros(7, np.float32)).reshape(150, 4096):
+        lanes = lanes + strip * strip
+    while lanes.size > 1:
+        lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+    assert_same_bits(sum_of_squares(jnp.asarray(values)), lanes[0])
