@@ -15,15 +15,8 @@ from jax import lax
 Body = Callable[..., Sequence[jax.Array]]
 
 
-def num_blocks(num_rows: jax.Array, rows: int, *, most: int, counted: bool) -> jax.Array | int:
-    """How many blocks of `rows` rows are run: those that hold data, or all that there are.
-
-    counted: ceil(num_rows / rows) as an int32 that the compiler cannot constant-fold. Else `most`:
-    a GPU asks its host before every iteration of a loop whose length it does not know, which takes
-    longer than a block of padding.
-    """
-    if not counted:
-        return most
+def num_blocks(num_rows: jax.Array, rows: int) -> jax.Array:
+    """ceil(num_rows / rows) as an int32 that the compiler cannot constant-fold."""
     count = lax.optimization_barrier(jnp.asarray(num_rows, jnp.int32))
     return (count + (rows - 1)) // rows
 
@@ -39,7 +32,8 @@ def for_row_blocks(
       *arrays: [M, ...] each, padded here to a multiple of `rows`.
       rows: rows a block, the one shape at which the body is compiled.
       num_rows: int32 [], rows that hold data.
-      counted: blocks beyond them are not run; for GPUs False, see `num_blocks`.
+      counted: blocks beyond num_rows are not run. For a GPU False: it asks its host before every
+        iteration of a loop whose length it does not know, which takes longer than some padding.
 
     Returns:
       The outputs, [M, ...] each; rows of blocks that were not run are zero.
@@ -63,7 +57,7 @@ def for_row_blocks(
             for d, r in zip(done, results, strict=True)
         )
 
-    count = num_blocks(num_rows, rows, most=padded // rows, counted=counted)
+    count = num_blocks(num_rows, rows) if counted else padded // rows
     done = lax.fori_loop(0, count, step, init)
     return tuple(d[:total] for d in done)
 

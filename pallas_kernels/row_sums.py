@@ -18,11 +18,7 @@ Sum = Callable[..., jax.Array]
 
 
 def over_row_blocks(
-    block_sum: Sum,
-    *arrays: jax.Array,
-    num_rows: jax.Array,
-    rows: int = ROWS,
-    counted: bool = True,
+    block_sum: Sum, *arrays: jax.Array, num_rows: jax.Array, rows: int = ROWS
 ) -> jax.Array:
     """The float32 sum of `block_sum(*blocks [rows, ...])` over the blocks, ascending.
 
@@ -31,7 +27,6 @@ def over_row_blocks(
       *arrays: [M, ...] each.
       num_rows: int32 [], rows that hold data.
       rows: rows a block.
-      counted: blocks beyond num_rows are not run, else they add zeros; for GPUs False.
     """
     total = arrays[0].shape[0]
     padded = -(-total // rows) * rows
@@ -55,7 +50,7 @@ def over_row_blocks(
         return lax.optimization_barrier(acc + part)
 
     start = jnp.zeros(out.shape, jnp.float32)
-    count = num_blocks(num_rows, rows, most=padded // rows, counted=counted)
+    count = num_blocks(num_rows, rows)
     return lax.fori_loop(0, count, step, start)
 
 
@@ -68,4 +63,21 @@ def sum_rows(values: jax.Array, num_rows: jax.Array, *, counted: bool = True) ->
             block = block[:half] + block[half:]
         return block[0]
 
-    return over_row_blocks(by_halves, values, num_rows=num_rows, counted=counted)
+    if counted:
+        return over_row_blocks(by_halves, values, num_rows=num_rows)
+    # The same additions, those of all blocks side by side: they are elementwise, and nothing is
+    # multiplied that could be contracted into them.
+    total = values.shape[0]
+    blocks = -(-total // ROWS)
+    values = jnp.pad(values, [(0, blocks * ROWS - total)] + [(0, 0)] * (values.ndim - 1))
+    real = jnp.arange(blocks * ROWS, dtype=jnp.int32) < num_rows
+    values = jnp.where(real.reshape(-1, *[1] * (values.ndim - 1)), values, jnp.float32(0))
+    values = lax.optimization_barrier(values).reshape(blocks, ROWS, *values.shape[1:])
+    sums = lax.optimization_barrier(by_halves(jnp.swapaxes(values, 0, 1)))
+    acc, _ = lax.scan(
+        lambda acc, part: (acc + part, None),
+        jnp.zeros(sums.shape[1:], jnp.float32),
+        sums,
+        unroll=min(blocks, 8),
+    )
+    return lax.optimization_barrier(acc)

@@ -1,5 +1,6 @@
 """Backward passes: right, blind to padding, and row by row where a gradient belongs to a row."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from bi_jax.pallas_kernels.primitive import HOPPER, REFERENCE
 from bi_jax.pallas_kernels.ragged import RaggedBatch
 from bi_jax.pallas_kernels.rms_norm import add_rms_norm, rms_norm
 from bi_jax.pallas_kernels.rope import rope
+from bi_jax.pallas_kernels.row_sums import sum_rows
 from bi_jax.testing import assert_same_bits, bit_difference
 
 ROWS, PADDED = 70, 83  # one full block of summed rows and a bit; both no multiples of anything
@@ -242,6 +244,20 @@ def test_embedding_gradients():
     assert_same_bits(padded, expected)
     (turned,) = pull((table,), dy[::-1].copy(), tokens[::-1].copy(), jnp.int32(ROWS))
     assert bit_difference(turned, expected) is not None
+
+
+@pytest.mark.parametrize("rows", [ROWS, 1, 64, 700])
+def test_rows_are_summed_in_one_order_whoever_counts_them(rows):
+    """By a loop over the blocks that hold data, as on a CPU, and side by side, as on a GPU."""
+    values = _draw((rows, 24), 9)
+    count = jnp.int32(rows)
+    looped = jax.jit(sum_rows)(values, count)
+    at_once = jax.jit(functools.partial(sum_rows, counted=False))
+    assert_same_bits(at_once(values, count), looped)
+    padded = np.concatenate([values, np.full((77, 24), np.nan, np.float32)])
+    assert_same_bits(at_once(padded, count), looped)
+    if rows == 700:
+        assert bit_difference(functools.reduce(np.add, values), looped) is not None
 
 
 def test_backward_products_lower_to_hopper_kernels():
