@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bi_jax import trainer_logprobs
 from bi_jax.audit_program import audit, inspect
 from bi_jax.gradient_sum import accumulate
 from bi_jax.kv_cache import make_cache
@@ -67,7 +68,9 @@ def _same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> Non
         pytest.param(4, "right", False, marks=pytest.mark.slow),
     ],
 )
-def test_micro_batch_padding_and_remat_change_no_bit(size, side, remat, one_by_one):
+def test_micro_batch_padding_and_remat_change_no_bit(size, side, remat, one_by_one, monkeypatch):
+    # So that logits come in several parts.
+    monkeypatch.setattr(trainer_logprobs, "LOGITS", 512 * small.CONFIG.vocab_size)
     batch = small.batch_of(small.completions(), side=side, length=192 if side == "hole" else 160)
     _same(_global_gradient(size, batch, remat=remat)[0], one_by_one)
 
