@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax._src import source_info_util
 
-from bi_jax.pallas_kernels.primitive import REFERENCE, defining_modules, is_marked
+from bi_jax.pallas_kernels.primitive import BLOCKS, REFERENCE, defining_modules, is_marked
 
 from . import audit_rules as rules
 from .audit_report import Finding
@@ -41,7 +41,8 @@ class JaxprAudit:
     @property
     def kernels(self) -> frozenset[str]:
         """The ops of ours that are kernels in every call: XLA sees nothing of their work."""
-        return frozenset(op for op, names in self._backends.items() if REFERENCE not in names)
+        bodies = {REFERENCE, BLOCKS}
+        return frozenset(op for op, names in self._backends.items() if names.isdisjoint(bodies))
 
     def visit(self, jaxpr: Any) -> None:
         """Classifies every equation of a jaxpr, those of inner programs included."""

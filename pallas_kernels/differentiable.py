@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .primitive import HOPPER, REFERENCE
+from .primitive import BLOCKS, HOPPER, REFERENCE
 
 # Where a reference body runs on a GPU: large blocks, so few launches, at one shape.
 ON_GPU = dict(rows=256, counted=False)
@@ -53,5 +53,5 @@ def differentiable(bind: Bind, backward: Backward) -> Bind:
 
 
 def backward_backend(backend: str) -> str:
-    """The backend of a backward pass: an interpreted kernel has none of its own."""
-    return HOPPER if backend == HOPPER else REFERENCE
+    """The backend of a backward pass that is no kernel, but may consist of some."""
+    return BLOCKS if backend == HOPPER else REFERENCE

@@ -19,11 +19,13 @@ PREFIX = "bi_"
 
 REFERENCE = "reference"
 HOPPER = "hopper"
+BLOCKS = "blocks"  # a body that XLA compiles for a GPU, at one fixed shape
 HOPPER_INTERPRET = "hopper_interpret"
 
 _PLATFORMS = {
     REFERENCE: ("cpu", "cuda", "gpu"),
     HOPPER: ("cuda", "gpu"),
+    BLOCKS: ("cuda", "gpu"),
     HOPPER_INTERPRET: ("cpu",),
 }
 

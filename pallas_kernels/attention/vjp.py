@@ -15,7 +15,7 @@ from jax import ShapeDtypeStruct
 from ..differentiable import backward_backend
 from ..matmul.kernel_hopper import matmul_hopper
 from ..matmul.schedule import schedule_for
-from ..primitive import HOPPER, REFERENCE, define_op
+from ..primitive import BLOCKS, REFERENCE, define_op
 from .gradient_blocks import attention_gradient_blocks
 from .reference_backward import attention_gradient_reference
 
@@ -36,7 +36,7 @@ _on_hopper = functools.partial(attention_gradient_blocks, product=_product)
 _bind = define_op(
     "attention_gradient",
     out_avals=_avals,
-    implementations={REFERENCE: attention_gradient_reference, HOPPER: _on_hopper},
+    implementations={REFERENCE: attention_gradient_reference, BLOCKS: _on_hopper},
 )
 
 

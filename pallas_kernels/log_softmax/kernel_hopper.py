@@ -4,7 +4,9 @@
     logprob[t] = (x[t] - max) * inv_temperature - log(l)
     log_sum_exp = max * inv_temperature + log(l)
 
-Every operation is rounded on its own: barriers keep products out of sums. Order of additions: of
+Every operation is rounded on its own. A barrier alone does not keep a product out of a sum: it is
+gone before the last compiler contracts the two to a multiply-add, in one kernel and not in another.
+So products of known sign pass a minimum or maximum on their way. Order of additions: of
 s[b] as `hopper_summary` states; of l, block b in thread b of one warpgroup (places without a block
 hold zero), the 32 threads of a warp by butterflies over distances 1, 2, 4, 8, 16, then the four
 warps by one balanced tree. Both follow V alone. Grid of the merge: one CTA a row.
@@ -61,13 +63,13 @@ def merge_blocks(maxima, sums, inverse):
     """A row's maximum and log(l), scalars; NaN if nothing but -inf, or a NaN or +inf, is there."""
     top = blocks.row_top(maxima)
     factors = blocks.exponential(lax.optimization_barrier((maxima - top) * inverse))
-    length = jnp.sum(lax.optimization_barrier(sums * factors))
+    length = jnp.sum(jnp.maximum(sums * factors, 0.0))
     return top, jnp.log(length)
 
 
 def log_probability(value, ids, cut, top, log_sum, inverse):
     """Of tokens in the vocabulary, given their logits; -inf behind the cut (value, id)."""
-    logprob = lax.optimization_barrier((value - top) * inverse) - log_sum
+    logprob = jnp.minimum((value - top) * inverse, 0.0) - log_sum
     behind = blocks.is_dropped(value, ids, *cut) & (log_sum == log_sum)
     return jnp.where(behind, -jnp.inf, logprob)
 

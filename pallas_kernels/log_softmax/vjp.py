@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from ..differentiable import ON_GPU, backward_backend
-from ..primitive import HOPPER, REFERENCE, define_op
+from ..primitive import BLOCKS, REFERENCE, define_op
 from .reference_backward import target_logprobs_gradient_reference
 
 
@@ -21,7 +21,7 @@ _bind = define_op(
     out_avals=_avals,
     implementations={
         REFERENCE: target_logprobs_gradient_reference,
-        HOPPER: functools.partial(target_logprobs_gradient_reference, **ON_GPU),
+        BLOCKS: functools.partial(target_logprobs_gradient_reference, **ON_GPU),
     },
 )
 

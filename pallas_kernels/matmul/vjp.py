@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from ..differentiable import ON_GPU, Bind, backward_backend
-from ..primitive import HOPPER, REFERENCE, define_op
+from ..primitive import BLOCKS, HOPPER, REFERENCE, define_op
 from ..rounding import round_to
 from .reference_backward import (
     bias_gradient_reference,
@@ -57,7 +57,7 @@ _bind_swiglu = define_op(
     out_avals=_swiglu_avals,
     implementations={
         REFERENCE: swiglu_gradient_reference,
-        HOPPER: functools.partial(swiglu_gradient_reference, **ON_GPU),
+        BLOCKS: functools.partial(swiglu_gradient_reference, **ON_GPU),
     },
 )
 

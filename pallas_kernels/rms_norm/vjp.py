@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct
 
 from ..differentiable import ON_GPU, backward_backend
-from ..primitive import HOPPER, REFERENCE, define_op
+from ..primitive import BLOCKS, REFERENCE, define_op
 from .reference_backward import rms_norm_gradient_reference
 from .topology import RmsNormTopology
 
@@ -28,7 +28,7 @@ _bind = define_op(
     out_avals=_avals,
     implementations={
         REFERENCE: rms_norm_gradient_reference,
-        HOPPER: functools.partial(rms_norm_gradient_reference, **ON_GPU),
+        BLOCKS: functools.partial(rms_norm_gradient_reference, **ON_GPU),
     },
 )
 

@@ -13,7 +13,7 @@ import jax
 from jax import ShapeDtypeStruct
 
 from ..differentiable import ON_GPU, backward_backend
-from ..primitive import HOPPER, REFERENCE, define_op
+from ..primitive import BLOCKS, REFERENCE, define_op
 from .reference_backward import rope_gradient_reference
 
 
@@ -26,7 +26,7 @@ _bind = define_op(
     out_avals=_avals,
     implementations={
         REFERENCE: rope_gradient_reference,
-        HOPPER: functools.partial(rope_gradient_reference, **ON_GPU),
+        BLOCKS: functools.partial(rope_gradient_reference, **ON_GPU),
     },
 )
 
