@@ -46,4 +46,5 @@ def target_logprobs_gradient_reference(
 
     arrays = (logits, target, inv_temperature, cut_key, cut_id, log_sum_exp)
     arrays = (*arrays, dlogprob, dlog_sum_exp)
-    return for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows, counted=counted)
+    (dlogits,) = for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows, counted=counted)
+    return (dlogits,)

@@ -53,4 +53,6 @@ def swiglu_gradient_reference(
         both = jnp.concatenate([dy_rows * up * slope, dy_rows * (gate * s)], axis=1)
         return (both.astype(out_dtype),)
 
-    return for_row_blocks(body, gate_up, dy, rows=rows, num_rows=num_rows, counted=counted)
+    arrays = gate_up, dy
+    (both,) = for_row_blocks(body, *arrays, rows=rows, num_rows=num_rows, counted=counted)
+    return (both,)
