@@ -177,7 +177,7 @@ def lower(programs, folder: pathlib.Path) -> None:
         row = dict(program=_to_json(program), file=f"p{index:04d}")
         try:
             (folder / row["file"]).write_bytes(program.serialized())
-        except ValueError as error:
+        except Exception as error:
             row["error"] = str(error)[:300]
             print(program, row["error"])
         manifest.append(row)
@@ -249,13 +249,9 @@ def run(args) -> None:
     def build(item):  # without running ours, so that the peer's autotuning has the chip to itself
         return compile_program(item[1], item[0], peer_options)
 
-    def warm(item):
-        jax.block_until_ready(item[1](*operands(item[0])))
-        return item[1]
-
     built = _in_threads(build, todo, begin + 0.65 * args.budget)
     print(f"{len(built)} of {len(todo)} built after {time.time() - begin:.0f} s", flush=True)
-    ready = _in_threads(warm, built, begin + 0.85 * args.budget)
+    ready = _warmed(built, dict(todo), args)
     print(f"{len(ready)} ready after {time.time() - begin:.0f} s", flush=True)
 
     bandwidth = copy_bandwidth()
@@ -278,6 +274,18 @@ def run(args) -> None:
     args.json.write_text(json.dumps(result))
     summary(cells(result), result["bits"])
     os._exit(0)  # threads that still compile must not hold the chip
+
+
+def _warmed(built, paths, args) -> list:
+    """Runs each once, one after the other; the note says which, for whoever waits in vain."""
+    for program, compiled in built:
+        if args.note:
+            path = paths[program]
+            args.note.write_text(str(path.relative_to(args.programs)))
+        jax.block_until_ready(compiled(*operands(program)))
+    if args.note:
+        args.note.write_text("")
+    return built
 
 
 def _from_json(row: dict) -> Program:
@@ -318,7 +326,7 @@ def _in_threads(work, items, deadline: float) -> list:
         else:
             done.append((item[0], future.result()))
     if failed:
-        print(failed.most_common(3), flush=True)
+        print(failed.most_common(12), flush=True)
     return done
 
 
@@ -407,6 +415,7 @@ def main() -> None:
     running.add_argument("programs", type=pathlib.Path)
     running.add_argument("--json", type=pathlib.Path, required=True)
     running.add_argument("--budget", type=float, default=540.0, help="seconds")
+    running.add_argument("--note", type=pathlib.Path, help="file for the name of what runs now")
     running.add_argument("--any-peer", action="store_true", help="XLA may use its own kernels too")
     reporting = commands.add_parser("report", help="one row a cell from what `run` wrote")
     reporting.add_argument("raw", type=pathlib.Path, nargs="+", help="of one or several runs")

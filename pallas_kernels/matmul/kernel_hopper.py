@@ -185,21 +185,23 @@ def _store(p: Problem, y, out_smem, out_gmem, m0, n0) -> None:
     rows, columns = p.out_block
     blocks = [
         (r, c)
-        for r in range(0, p.s.part_n if p.transposed else p.s.part_m, rows)
-        for c in range(0, p.s.part_m if p.transposed else p.s.part_n, columns)
+        for r in range(0, p.s.part_m, rows)
+        for c in range(0, p.s.part_n, columns)
     ]
-    row0, column0 = (n0, m0) if p.transposed else (m0, n0)
     for index, (r, c) in enumerate(blocks):
         block = out_smem.at[index % p.s.out_slots]
         if index >= p.s.out_slots:
             plgpu.wait_smem_to_gmem(p.s.out_slots - 1, wait_read_only=True)
-        if p.s.swap and not p.transposed:
-            block.T[...] = y[c : c + columns, r : r + rows]
+        if p.s.swap:
+            part = y[c : c + columns, r : r + rows]
+            if part.dtype.itemsize == 4:  # pairs along a row of the output, for whole vectors
+                part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+            block.T[...] = part
         else:
             block[...] = y[r : r + rows, c : c + columns]
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
-            block, out_gmem.at[pl.ds(row0 + r, rows), pl.ds(column0 + c, columns)]
+            block, out_gmem.at[pl.ds(m0 + r, rows), pl.ds(n0 + c, columns)]
         )
 
 
@@ -311,12 +313,12 @@ def _launch(
         out_dtype=jnp.dtype(out_dtype),
         s=schedule,
     )
-    if rows > 8 or p.transposed:  # TMA tiles are 8 rows high; one short tile is clipped for free
+    if rows > 8:  # TMA tiles are 8 rows high; one short tile is clipped for free
         p = dataclasses.replace(p, m=round_up(rows, 8))
     x = jnp.pad(x, ((0, p.m - rows), (0, p.k - x.shape[1])))
     kernel = plgpu.kernel(
         functools.partial(_body, p=p),
-        out_type=jax.ShapeDtypeStruct((p.n, p.m) if p.transposed else (p.m, p.n), p.out_dtype),
+        out_type=jax.ShapeDtypeStruct((p.m, p.n), p.out_dtype),
         scratch_types=scratch_spec(p),
         grid=(p.clusters,),
         grid_names=("grid",),
@@ -330,8 +332,7 @@ def _launch(
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
     operands = (x, w) if bias is None else (x, w, bias.astype(jnp.float32))
-    out = kernel(*operands)
-    return (out.T if p.transposed else out)[:rows]
+    return kernel(*operands)[:rows]
 
 
 def _check(x, w, out_dtype, segments: int, tile_k: int) -> None:

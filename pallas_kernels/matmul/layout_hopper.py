@@ -66,11 +66,6 @@ class Problem:
         return divided and -self.m % s.tile_m >= s.part_m
 
     @property
-    def transposed(self) -> bool:
-        """Swapped float32 results leave as [N, M]: four-byte values cannot be stored transposed."""
-        return self.s.swap and jnp.dtype(self.out_dtype).itemsize == 4
-
-    @property
     def x_rows(self) -> int:
         """Rows of x that a step loads; those of the tile beyond them reach no stored result."""
         rows = round_up(self.m, 8)
@@ -78,13 +73,12 @@ class Problem:
 
     @property
     def out_block(self) -> tuple[int, int]:
-        """Rows and columns of one store, in the orientation of the output array."""
+        """Rows and columns of one store."""
         s = self.s
-        part, size = (s.part_m, self.m) if self.transposed else (s.part_n, self.n)
-        widest = 128 // jnp.dtype(self.out_dtype).itemsize
-        width = next(w for w in (64, 32, 16, 8) if w <= widest and part % w == size % w == 0)
-        if self.transposed:
-            return min(s.part_n, 64), width
+        # Swapped, a block is whole row tiles of the accumulator.
+        widest = 64 if s.swap else 128 // jnp.dtype(self.out_dtype).itemsize
+        sizes = (w for w in (64, 32, 16, 8) if w <= widest)
+        width = next(w for w in sizes if s.part_n % w == self.n % w == 0)
         return (s.part_m if s.swap else 64), width
 
     @property

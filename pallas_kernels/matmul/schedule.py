@@ -104,10 +104,11 @@ def round_up(a: int, b: int) -> int:
     return cdiv(a, b) * b
 
 
-def fitted(s: Schedule, parts: int) -> Schedule:
+def fitted(s: Schedule, parts: int, out_itemsize: int = 2) -> Schedule:
     """`s` with as many pipeline stages as shared memory holds, at most 16."""
     step = (s.tile_m + parts * s.tile_n) * s.tile_k * 2
-    out = s.warpgroups * s.out_slots * (s.part_m if s.swap else 64) * 128
+    block = s.part_m * 64 * out_itemsize if s.swap else 64 * 128
+    out = s.warpgroups * s.out_slots * block
     stages = (SMEM_BYTES - BARRIER_BYTES - out) // step
     return dataclasses.replace(s, stages=min(stages, 16))
 
@@ -206,10 +207,11 @@ def schedule_for(
     """
     if fixed:
         return FIXED
+    itemsize = jnp.dtype(out_dtype).itemsize
     for limit, schedule in TUNED.get((n, k, parts), ()):
-        # Swapped float32 results would have to be transposed in a second pass.
-        if rows <= limit and not (schedule.swap and jnp.dtype(out_dtype).itemsize == 4):
-            return schedule
+        if rows <= limit:
+            stages = min(schedule.stages, fitted(schedule, parts, itemsize).stages)
+            return dataclasses.replace(schedule, stages=stages)
     return _rule(rows, n, k, parts)
 
 

@@ -1,7 +1,7 @@
 """From block sums to a token on Hopper: find the block, then the column inside it.
 
-Both are searches by halving over running sums: 7 steps for the block, log2(block) for the column,
-each a sum of integers over the warpgroup. Where the row's sums of exponentials are there too, the
+The block and, within 128 columns, the column are counted from running sums that are made in shared
+memory; the 128 columns within the block are found by halving. Where the row's sums of exponentials are there too, the
 same CTA scores the token, with the functions of `log_softmax.kernel_hopper`. Grid: one CTA a row.
 """
 
@@ -37,12 +37,31 @@ class Row:
     def places(self, name: str, beyond):
         return blocks.load_places(getattr(self.gmem, name), self.index, beyond, self.vocabulary)
 
+    def first_column(self, index):
+        size = self.vocabulary.block
+        return jnp.minimum(index * size, self.vocabulary.size - size)
+
+    def strip(self, index, strip) -> Block:
+        """PLACES columns of a block."""
+        start = self.first_column(index) + strip * PLACES
+        values = _load_places(self.gmem.logits.at[self.index, pl.ds(start, PLACES)])
+        ids = start + plgpu.broadcasted_iota(I32, (PLACES,), 0, layout=PLACE_LAYOUT)
+        whole = self.vocabulary.size % self.vocabulary.block == 0
+        return Block(values, ids, None if whole else ids < index * self.vocabulary.block, index)
+
+    def limbs(self, block: Block):
+        """The two limbs of the weights of a block's columns."""
+        gmem, r = self.gmem, self.index
+        cut = gmem.cut_value[r], gmem.cut_id[r]
+        return limbs_of(block, self.top, gmem.inverse[r], *cut, self.vocabulary)
+
     def block(self, index) -> Block:
         values = blocks.load_values(self.gmem.logits, self.index, index, self.vocabulary)
         return blocks.as_block(values, index, self.vocabulary)
 
 
 def _body(*refs, names: tuple[str, ...], vocabulary: Vocabulary, vocab_size: int):
+    *refs, sums = refs
     gmem = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
     index = lax.axis_index("row")
 
@@ -59,7 +78,7 @@ def _body(*refs, names: tuple[str, ...], vocabulary: Vocabulary, vocab_size: int
         def choose():
             if not hasattr(gmem, "bits"):
                 return greedy()
-            return lax.cond(gmem.inverse[index] > 0.0, lambda: drawn(row), greedy)
+            return lax.cond(gmem.inverse[index] > 0.0, lambda: drawn(row, sums), greedy)
 
         token = lax.cond(good, choose, lambda: I32(0))
         if hasattr(gmem, "given"):
@@ -71,14 +90,12 @@ def _body(*refs, names: tuple[str, ...], vocabulary: Vocabulary, vocab_size: int
             score(token, row, vocab_size)
 
 
-def drawn(row: Row):
+def drawn(row: Row, sums):
     """The token that the row's 64 random bits choose."""
     gmem, r = row.gmem, row.index
     high, low = row.places("high", U32(0)), row.places("low", U32(0))
-    index, rest = find_block(high, low, (gmem.bits[r, 0], gmem.bits[r, 1]))
-    cut = gmem.cut_value[r], gmem.cut_id[r]
-    limbs = limbs_of(row.block(index), row.top, gmem.inverse[r], *cut, row.vocabulary)
-    return find_column(limbs, rest, index, row.vocabulary)
+    index, rest = find_block(high, low, (gmem.bits[r, 0], gmem.bits[r, 1]), sums)
+    return find_column(row.limbs(row.block(index)), rest, index, row, sums)
 
 
 def score(token, row: Row, vocab_size: int):
@@ -100,44 +117,36 @@ def first_at_top(row: Row):
     return jnp.min(jnp.where(block.values == row.top, block.ids, row.vocabulary.size))
 
 
-def find_block(high, low, bits: wide.Wide):
+def find_block(high, low, bits: wide.Wide, sums):
     """The block that holds the threshold floor(bits * total / 2^64), and what is left inside it.
 
-    high, low: uint32 [PLACES], sums of the limbs of each block's weights, below 2^32 each.
+    high, low: uint32 [PLACES], sums of the limbs of each block's weights, below 2^32 each; `sums`
+    as `running_sums` wants it.
     """
-    place = plgpu.broadcasted_iota(I32, (PLACES,), 0, layout=PLACE_LAYOUT)
-    carried = high + (low >> U32(wide.LIMB_BITS))
-    mask = U32(2**wide.LIMB_BITS - 1)
-    digits = carried >> U32(wide.LIMB_BITS), carried & mask, low & mask
-
-    def before(end) -> wide.Wide:
-        """The weight of the blocks in front of `end`."""
-        within = place < end
-        sums = [add_up(jnp.where(within, d, jnp.zeros_like(d))) for d in digits]
-        return from_digits(*sums)
-
-    threshold = wide.multiply_high(bits, before(I32(PLACES)))
-    index = _halving(PLACES, before, threshold)
-    return index, wide.subtract(threshold, before(index))
+    upto = running_sums(high, low, sums)
+    threshold = wide.multiply_high(bits, _sum_before(I32(PLACES), sums))
+    index = _passed(upto, threshold)
+    return index, wide.subtract(threshold, _sum_before(index, sums))
 
 
-def find_column(limbs, rest: wide.Wide, index, vocabulary: Vocabulary):
-    """The first id of the block whose running sum exceeds `rest`."""
-    shape = (vocabulary.block,)
-    place = plgpu.broadcasted_iota(I32, shape, 0, layout=vocabulary.layout)
-    high, low = limbs
-    zero = jnp.zeros_like(high)
+def find_column(limbs, rest: wide.Wide, index, row: Row, sums):
+    """The first id of the block whose running sum exceeds `rest`: first the strip, then the lane.
 
-    def before(end) -> wide.Wide:
-        within = place < end
-        high_sum = add_up(jnp.where(within, high, zero))
-        low_sum = add_up(jnp.where(within, low, zero))
-        carried = high_sum + (low_sum >> U32(wide.LIMB_BITS))
-        mask = U32(2**wide.LIMB_BITS - 1)
-        return from_digits(carried >> U32(wide.LIMB_BITS), carried & mask, low_sum & mask)
+    limbs: uint32 [block], of the block's weights; a strip is PLACES columns.
+    """
+    vocabulary = row.vocabulary
+    place = plgpu.broadcasted_iota(I32, (vocabulary.block,), 0, layout=vocabulary.layout)
+    zero = jnp.zeros_like(limbs[0])
 
-    start = jnp.minimum(index * vocabulary.block, vocabulary.size - vocabulary.block)
-    return start + _halving(vocabulary.block, before, rest)
+    def before(strip) -> wide.Wide:
+        within = place < strip * PLACES
+        high, low = (add_up(jnp.where(within, limb, zero)) for limb in limbs)
+        return weight_of(high, low)
+
+    strip = _halving(vocabulary.block // PLACES, before, rest)
+    rest = wide.subtract(rest, before(strip))
+    upto = running_sums(*row.limbs(row.strip(index, strip)), sums)
+    return row.first_column(index) + strip * PLACES + _passed(upto, rest)
 
 
 def _halving(count: int, before, threshold: wide.Wide):
@@ -154,14 +163,59 @@ def _halving(count: int, before, threshold: wide.Wide):
     return lax.fori_loop(I32(0), I32(steps), step, I32(0))
 
 
-def from_digits(top, middle, low) -> wide.Wide:
-    """`wide.from_digits` of three scalars, without an array of them."""
-    bits = wide.LIMB_BITS
-    middle = middle + (low >> U32(bits))
-    high = top + (middle >> U32(bits))
-    mask = U32(2**bits - 1)
-    upper = (high << U32(2 * bits - 32)) | ((middle & mask) >> U32(32 - bits))
-    return upper, (middle << U32(bits)) | (low & mask)
+def weight_of(high, low) -> wide.Wide:
+    """high * 2^20 + low, uint32 each, high below 2^32 - 2^12."""
+    carried = high + (low >> U32(wide.LIMB_BITS))
+    low = low & U32(2**wide.LIMB_BITS - 1)
+    return carried >> U32(32 - wide.LIMB_BITS), (carried << U32(wide.LIMB_BITS)) | low
+
+
+def running_sums(high, low, sums) -> wide.Wide:
+    """Of the weights at places 0 to n, for every n; uint32 [PLACES] each.
+
+    Each of seven steps adds what stands 1, 2, 4, ... places before, which costs a fraction of a sum
+    over the warpgroup. `sums` (shared memory, uint32 [2, 2, 2 * PLACES]) holds zeros in front of
+    place 0; its second half holds the running sums afterwards.
+    """
+    value = weight_of(high, low)
+    plgpu.commit_smem()  # whoever still reads the sums before
+    for buffer in range(2):
+        for word in range(2):
+            sums[buffer, word, pl.ds(0, PLACES)] = jnp.zeros_like(high)
+    steps = PLACES.bit_length() - 1
+    for step in range(steps + 1):
+        here = sums.at[(step + steps + 1) % 2]  # the last step stores into the second half
+        for word in range(2):
+            here[word, pl.ds(PLACES, PLACES)] = value[word]
+        plgpu.commit_smem()
+        if step < steps:
+            start = PLACES - (1 << step)
+            value = _add(value, [_load_places(here.at[w, pl.ds(start, PLACES)]) for w in range(2)])
+    return value
+
+
+def _load_places(ref):
+    return plgpu.load(ref, layout=PLACE_LAYOUT, optimized=False)
+
+
+def _add(a, b) -> wide.Wide:
+    """`wide.add` without a conversion from bool."""
+    low = a[1] + b[1]
+    one, zero = jnp.full_like(low, 1), jnp.zeros_like(low)
+    return a[0] + b[0] + jnp.where(low < b[1], one, zero), low
+
+
+def _sum_before(place, sums) -> wide.Wide:
+    """The sum of the weights in front of a place, after `running_sums`."""
+    at = place + (PLACES - 1)
+    return sums[1, 0, at], sums[1, 1, at]
+
+
+def _passed(upto: wide.Wide, threshold: wide.Wide):
+    """How many running sums do not exceed the threshold."""
+    zero = jnp.zeros_like(upto[0]).astype(jnp.int32)
+    equal = (upto[0] == threshold[0]) & (upto[1] <= threshold[1])
+    return jnp.sum(jnp.where((upto[0] < threshold[0]) | equal, zero + 1, zero))
 
 
 @functools.partial(jax.jit, static_argnames=("vocabulary", "vocab_size", "interpret"))
@@ -199,6 +253,7 @@ def pick_token(
         out_type=tuple(jax.ShapeDtypeStruct((rows,), dtype) for dtype in outs.values()),
         grid=(rows,),
         grid_names=("row",),
+        scratch_types=[plgpu.SMEM((2, 2, 2 * PLACES), U32)],
         compiler_params=blocks.compiler_params(),
         kernel_name="choose_token",
         interpret=blocks.interpret_params(interpret),

@@ -3,7 +3,8 @@
     w[v] = floor(exp((x[v] - max) * inv_temperature) * 2^40)      two limbs of 20 bits
 
 Sums are of integers, exact in any order. This pass and the walk inside one block take the same
-exponential of the same numbers. Grid: (segment of blocks, row).
+exponential of the same numbers. Grid: (segment of blocks, row), the last ones first: what the pass
+before read last is still in the L2 cache.
 """
 
 import functools
@@ -22,13 +23,46 @@ from .wide import LIMB_BITS
 _LIMB = float(2**LIMB_BITS)
 _SHIFT = float(2**23)  # floats from here on have no fraction
 _SHIFT_BITS = 0x4B000000  # of _SHIFT; the integer stands in the bits below
+_MIDDLE = 1.5 * 2**23  # as _SHIFT, for integers of both signs
+_MIDDLE_BITS = 0x4B400000
 
 
 def limbs_of(block: Block, top, inverse, cut_value, cut_id, vocabulary: Vocabulary):
     """The two limbs of the weights of one block, uint32 [block] each."""
+    return limb_values(likelihoods(block, top, inverse, cut_value, cut_id, vocabulary))
+
+
+def likelihoods(block: Block, top, inverse, cut_value, cut_id, vocabulary: Vocabulary):
+    """exp of the scaled gaps of one block, 0 for columns that are not kept; float32 [block]."""
     x = blocks.kept_logits(block, cut_value, cut_id, vocabulary)
     gap = lax.optimization_barrier((x - top) * inverse)
-    return limb_values(lax.optimization_barrier(blocks.exponential(gap)))
+    return lax.optimization_barrier(blocks.exponential(gap))
+
+
+def limb_sums(likelihood):
+    """Sums of the weights of float32 [n], n up to 2048, as two limbs: high below 2^32, low 2^20.
+
+    The limbs of one weight here have signs, which saves a third of the instructions: the high one
+    is rounded to nearest, and the low one is what that left, rounded down. Together they are the
+    same integer, so the sum is that of `limb_values`.
+    """
+    likelihood = jnp.minimum(likelihood, 1.0)
+    scaled = likelihood * _LIMB
+    nearest = lax.optimization_barrier(scaled + _SHIFT)
+    rest = (scaled - (nearest - _SHIFT)) * _LIMB  # exact, at most 2^19 on either side
+    near = lax.optimization_barrier(rest + _MIDDLE)
+    above = (near - _MIDDLE > rest).astype(jnp.int32)
+    count = likelihood.shape[0]
+    high = _sum_modulo(lax.bitcast_convert_type(nearest, jnp.int32), count * _SHIFT_BITS)
+    low = _sum_modulo(lax.bitcast_convert_type(near, jnp.int32) - above, count * _MIDDLE_BITS)
+    carried = high + (low >> jnp.int32(LIMB_BITS))  # the shift keeps the sign
+    return carried.astype(jnp.uint32), (low & jnp.int32(2**LIMB_BITS - 1)).astype(jnp.uint32)
+
+
+def _sum_modulo(values, surplus: int):
+    """The sum of int32 [n] less a surplus, modulo 2^32."""
+    wrapped = (surplus + 2**31) % 2**32 - 2**31
+    return jnp.sum(values, dtype=jnp.int32) - jnp.int32(wrapped)
 
 
 def limb_values(likelihood):
@@ -57,10 +91,12 @@ def add_up(limb):
     return jnp.sum(limb, dtype=jnp.uint32)
 
 
-def _body(*refs, vocabulary: Vocabulary, schedule: Schedule):
+def _body(*refs, rows: int, vocabulary: Vocabulary, schedule: Schedule):
     logits_gmem, inverse_gmem, cut_value_gmem, cut_id_gmem, num_rows_gmem, maxima_gmem = refs[:6]
     high_gmem, low_gmem = refs[6:]
-    segment, row = lax.axis_index("segment"), lax.axis_index("row")
+    segments = -(-vocabulary.blocks // schedule.blocks_a_cta)
+    segment = segments - 1 - lax.axis_index("segment")
+    row = rows - 1 - lax.axis_index("row")
     inverse = inverse_gmem[row]
 
     @pl.when((row < num_rows_gmem[0]) & (inverse > 0.0))
@@ -69,9 +105,9 @@ def _body(*refs, vocabulary: Vocabulary, schedule: Schedule):
         top = blocks.row_top(blocks.load_places(maxima_gmem, row, -jnp.inf, vocabulary))
 
         def visit(block: Block):
-            high, low = limbs_of(block, top, inverse, *cut, vocabulary)
-            high_gmem[row, block.index] = add_up(high)
-            low_gmem[row, block.index] = add_up(low)
+            high, low = limb_sums(likelihoods(block, top, inverse, *cut, vocabulary))
+            high_gmem[row, block.index] = high
+            low_gmem[row, block.index] = low
 
         blocks.walk_blocks(logits_gmem, row, segment, schedule.blocks_a_cta, vocabulary, visit)
 
@@ -99,7 +135,7 @@ def block_weights(
     segments = -(-vocabulary.blocks // schedule.blocks_a_cta)
     out = jax.ShapeDtypeStruct((rows, blocks.PLACES), jnp.uint32)
     high, low = plgpu.kernel(
-        functools.partial(_body, vocabulary=vocabulary, schedule=schedule),
+        functools.partial(_body, rows=rows, vocabulary=vocabulary, schedule=schedule),
         out_type=(out, out),
         grid=(segments, rows),
         grid_names=("segment", "row"),

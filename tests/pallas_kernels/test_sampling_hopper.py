@@ -17,11 +17,10 @@ from bi_jax.pallas_kernels.sampling import (
     choose_and_score,
     choose_token,
     topology_for,
-    wide,
 )
 from bi_jax.pallas_kernels.sampling.cases import SMALL_VOCABULARY, VOCABULARIES
-from bi_jax.pallas_kernels.sampling.hopper_walk import from_digits, pick_token
-from bi_jax.pallas_kernels.sampling.hopper_weights import limb_values
+from bi_jax.pallas_kernels.sampling.hopper_walk import pick_token, weight_of
+from bi_jax.pallas_kernels.sampling.hopper_weights import limb_sums, limb_values
 from bi_jax.pallas_kernels.sampling.kernel_hopper import (
     choose_and_score_hopper,
     choose_token_hopper,
@@ -133,6 +132,11 @@ def test_limbs_are_those_of_the_definition():
     high, low = jax.jit(limb_values)(likelihood)
     assert_same_bits(high, (exact >> np.uint64(20)).astype(np.uint32))
     assert_same_bits(low, (exact & np.uint64(2**20 - 1)).astype(np.uint32))
+    for n in (1, 128, 2048):
+        for start in (0, 7777, len(exact) - n):
+            total = int(exact[start : start + n].sum())
+            sums = [int(s) for s in jax.jit(limb_sums)(likelihood[start : start + n])]
+            assert sums == [total >> 20, total & (2**20 - 1)]
 
 
 @pytest.mark.parametrize("bits", [0, 2**32 - 1, 0x9E3779B9])
@@ -222,8 +226,11 @@ def test_the_shared_step_lowers_for_sm90(sampled):
     assert text.count("custom_call @mosaic_gpu") == 2 + sampled
 
 
-def test_digits_agree_with_the_references():
-    digits = np.random.default_rng(1).integers(0, 2**27, (3, 100), dtype=np.uint32)
-    digits[0] >>= 4  # the value stays below 2^64
-    for a, b in zip(from_digits(*digits), wide.from_digits(jnp.asarray(digits)), strict=True):
-        assert_same_bits(a, b)
+def test_a_weight_in_words_is_the_weight_in_limbs():
+    rng = np.random.default_rng(1)
+    high = rng.integers(0, 2**31, 100, dtype=np.uint32)
+    low = rng.integers(0, 2**32, 100, dtype=np.uint32)
+    upper, lower = weight_of(jnp.asarray(high), jnp.asarray(low))
+    exact = (high.astype(np.uint64) << np.uint64(20)) + low
+    assert_same_bits(upper, (exact >> np.uint64(32)).astype(np.uint32))
+    assert_same_bits(lower, exact.astype(np.uint32))
