@@ -2,7 +2,7 @@
 
 Two steps, so that a machine without a GPU does the tracing:
 
-    python scripts/bench_kernels.py lower programs/                # anywhere
+    python scripts/bench_kernels.py lower programs/ [--workers 14] # anywhere
     python scripts/bench_kernels.py run programs/ --json out.json  # on the chip
 
 Device time: the durations of the kernels of a program, from the profiler; medians over launches.
@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from device_timing import copy_bandwidth, device_times, header, operand, wall_times
 from jax import export, lax
+from lower_programs import add_lowering_options, lower_command, to_json
 
 # (N, K) of the products of Llama-3.1-8B and Qwen3-8B; the first two are in both.
 SHAPES = {
@@ -144,6 +145,8 @@ def bench_programs() -> list[Program]:
 
 def proof_programs(programs) -> list[Program]:
     """Every schedule among the programs, in float32 on one set of spread operands."""
+    from bi_jax.pallas_kernels.matmul.schedule import with_room
+
     m, n, k = PROOF
     proofs = {}
     for kind in ("matmul", "swiglu"):
@@ -152,44 +155,11 @@ def proof_programs(programs) -> list[Program]:
         proofs[new(kind=name)] = None
         found = [p.schedule for p in programs if p.kind == kind and p.schedule is not None]
         for s in found:
-            proofs[new(kind=name, schedule=_with_room(s, 1 + (kind == "swiglu")))] = None
+            proofs[new(kind=name, schedule=with_room(s, 1 + (kind == "swiglu"), "float32"))] = None
         if kind == "matmul" and found:
             for control in ("control_reversed", "control_split"):
-                proofs[new(kind=control, schedule=_with_room(found[0], 1))] = None
+                proofs[new(kind=control, schedule=with_room(found[0], 1, "float32"))] = None
     return list(proofs)
-
-
-def _with_room(schedule, parts: int):
-    """With as many stages as fit: float32 results need more shared memory than rounded ones."""
-    from bi_jax.pallas_kernels.matmul import layout_hopper
-    from bi_jax.pallas_kernels.matmul.schedule import SMEM_BYTES
-
-    m, n, k = PROOF
-    while layout_hopper.shared_memory_of(schedule, (m, n, k), parts, "float32") > SMEM_BYTES:
-        schedule = dataclasses.replace(schedule, stages=schedule.stages - 1)
-    return schedule
-
-
-def lower(programs, folder: pathlib.Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    manifest = []
-    for index, program in enumerate(programs):
-        row = dict(program=_to_json(program), file=f"p{index:04d}")
-        try:
-            (folder / row["file"]).write_bytes(program.serialized())
-        except Exception as error:
-            row["error"] = str(error)[:300]
-            print(program, row["error"])
-        manifest.append(row)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    print(f"{len(manifest)} programs")
-
-
-def _to_json(program) -> dict:
-    fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
-    if program.schedule is not None:
-        fields["schedule"] = dataclasses.asdict(program.schedule)
-    return fields
 
 
 def operands(program: Program) -> list:
@@ -218,7 +188,7 @@ def compare_bits(proofs) -> list[dict]:
         group = "swiglu" if program.parts == 2 else "matmul"
         if group not in exact:
             exact[group] = _float64(x, w)
-        row = dict(kind=program.kind, schedule=_to_json(program)["schedule"])
+        row = dict(kind=program.kind, schedule=to_json(program)["schedule"])
         norm = np.linalg.norm(exact[group])
         row["error"] = float(np.linalg.norm(y.astype(np.float64) - exact[group]) / norm)
         if program.schedule is not None:
@@ -265,7 +235,7 @@ def run(args) -> None:
     rows = "ours in its row bucket (2^n from 8 to 256, then multiples of 8), the peer exact"
     result: dict = dict(header=header(bandwidth) | dict(rows=rows))
     result["times"] = [
-        dict(_to_json(p), launches=p.launches, us=us)
+        dict(to_json(p), launches=p.launches, us=us)
         for (p, _), us in zip(timed, micros, strict=True)
     ]
     args.json.write_text(json.dumps(result))
@@ -410,7 +380,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=re.sub(r"\n\n.*", "", __doc__, flags=re.S))
     commands = parser.add_subparsers(dest="command", required=True)
     lowering = commands.add_parser("lower", help="trace and lower every cell; needs no GPU")
-    lowering.add_argument("programs", type=pathlib.Path)
+    add_lowering_options(lowering)
     running = commands.add_parser("run", help="compile, time and compare; needs the chip")
     running.add_argument("programs", type=pathlib.Path)
     running.add_argument("--json", type=pathlib.Path, required=True)
@@ -423,7 +393,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "lower":
         programs = bench_programs()
-        lower(programs + proof_programs(programs), args.programs)
+        lower_command(args, __file__, programs + proof_programs(programs))
     elif args.command == "run":
         run(args)
     else:

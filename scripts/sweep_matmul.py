@@ -14,13 +14,13 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import subprocess
 import sys
 import time
 
 import bench_kernels as bench
+from lower_programs import add_lowering_options, lower_command
 
 from bi_jax.pallas_kernels.matmul.schedule import Schedule, fitted, schedule_for
 
@@ -73,6 +73,15 @@ def a_little_more_than_256(name: str) -> list[Schedule]:
     return found
 
 
+def two_of_160(name: str) -> list[Schedule]:
+    """320 rows."""
+    if name in ("out", *DOWNS):
+        return [swapped(160, 64)]
+    if name == "qkv":
+        return [swapped(160, 128, 2)]
+    return [swapped(160, 128, 2), swapped(160, 192, 3), swapped(160, 256, 2)]
+
+
 def a_full_bucket(name: str) -> list[Schedule]:
     """256 rows: what one multiprocessor can take in is the limit, so tiles shared in clusters."""
     if name == "qkv":
@@ -113,6 +122,7 @@ def cells() -> dict[tuple[str, str, int], list[Schedule]]:
     for name in bench.SHAPES:
         found["matmul", name, 256] = a_full_bucket(name)
         found["matmul", name, 257] = a_little_more_than_256(name)
+        found["matmul", name, 320] = two_of_160(name)
     for name in bench.SWIGLU_SHAPES:
         for m in (256, 1024, 4096, 8192):
             found["swiglu", name, m] = swiglu(name, m)
@@ -138,25 +148,6 @@ def sweep_programs() -> list[bench.Program]:
             programs[new(m=rows, schedule=depth)] = None
     found = list(programs)
     return found + bench.proof_programs(found)
-
-
-def lower(folder: pathlib.Path, workers: int) -> None:
-    """Every program by `workers` processes, and one manifest of them all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    me, environment = str(pathlib.Path(__file__)), os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, me, "part", str(folder), "--workers", str(workers)]
-    jobs = [
-        subprocess.Popen([*command, "--part", str(part)], env=environment)
-        for part in range(workers)
-    ]
-    for job in jobs:
-        job.wait()
-    manifest = []
-    for part in range(workers):
-        inner = folder / str(part)
-        rows = json.loads((inner / "manifest.json").read_text())
-        manifest += [row | dict(file=f"{part}/{row['file']}") for row in rows]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def watched_run(folder: pathlib.Path, out: pathlib.Path, budget: float) -> str | None:
@@ -214,22 +205,21 @@ def report(path: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("lower", "part", "run", "report"))
-    parser.add_argument("programs", type=pathlib.Path, help="a folder; for `report` the JSON")
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--part", type=int, default=0)
-    parser.add_argument("--budget", type=float, default=280.0, help="seconds")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_lowering_options(commands.add_parser("lower"))
+    running = commands.add_parser("run")
+    running.add_argument("programs", type=pathlib.Path)
+    running.add_argument("--json", type=pathlib.Path, required=True)
+    running.add_argument("--budget", type=float, default=280.0, help="seconds")
+    reporting = commands.add_parser("report")
+    reporting.add_argument("json", type=pathlib.Path)
     args = parser.parse_args()
     if args.command == "lower":
-        lower(args.programs, args.workers)
+        lower_command(args, __file__, sweep_programs())
     elif args.command == "run":
         run(args)
-    elif args.command == "part":
-        programs = sweep_programs()[args.part :: args.workers]
-        bench.lower(programs, args.programs / str(args.part))
     else:
-        report(args.programs)
+        report(args.json)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import math
 import pathlib
 
 import bench_kernels as bench
+from lower_programs import lower
 
 from bi_jax.pallas_kernels.matmul.schedule import Schedule, cdiv, fitted, normal_schedule
 
@@ -210,7 +211,7 @@ def main() -> None:
         table(args.json)
         return
     programs = open_programs() if args.open else tuning_programs()
-    bench.lower(programs + bench.proof_programs(programs), args.programs)
+    lower(programs + bench.proof_programs(programs), args.programs)
 
 
 if __name__ == "__main__":

@@ -183,11 +183,7 @@ def _store(p: Problem, y, out_smem, out_gmem, m0, n0) -> None:
     """Sends one warpgroup's results to global memory, block by block."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before may still be on its way
     rows, columns = p.out_block
-    blocks = [
-        (r, c)
-        for r in range(0, p.s.part_m, rows)
-        for c in range(0, p.s.part_n, columns)
-    ]
+    blocks = [(r, c) for r in range(0, p.s.part_m, rows) for c in range(0, p.s.part_n, columns)]
     for index, (r, c) in enumerate(blocks):
         block = out_smem.at[index % p.s.out_slots]
         if index >= p.s.out_slots:
@@ -200,9 +196,7 @@ def _store(p: Problem, y, out_smem, out_gmem, m0, n0) -> None:
         else:
             block[...] = y[r : r + rows, c : c + columns]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            block, out_gmem.at[pl.ds(m0 + r, rows), pl.ds(n0 + c, columns)]
-        )
+        plgpu.copy_smem_to_gmem(block, out_gmem.at[pl.ds(m0 + r, rows), pl.ds(n0 + c, columns)])
 
 
 def _parked_sum(parked, left, right_of):

@@ -113,6 +113,12 @@ def fitted(s: Schedule, parts: int, out_itemsize: int = 2) -> Schedule:
     return dataclasses.replace(s, stages=min(stages, 16))
 
 
+def with_room(s: Schedule, parts: int, out_dtype) -> Schedule:
+    """`s` with fewer stages where results of this dtype leave no room for all of them."""
+    stages = fitted(s, parts, jnp.dtype(out_dtype).itemsize).stages
+    return dataclasses.replace(s, stages=min(s.stages, stages))
+
+
 def normal_schedule(tile_m: int, tile_n: int, *, parts: int, k: int, **fields) -> Schedule:
     """Tokens as wgmma's rows: one warpgroup up to 64 rows, else two."""
     warpgroups = 1 if tile_m <= 64 else 2
@@ -207,11 +213,9 @@ def schedule_for(
     """
     if fixed:
         return FIXED
-    itemsize = jnp.dtype(out_dtype).itemsize
     for limit, schedule in TUNED.get((n, k, parts), ()):
         if rows <= limit:
-            stages = min(schedule.stages, fitted(schedule, parts, itemsize).stages)
-            return dataclasses.replace(schedule, stages=stages)
+            return with_room(schedule, parts, out_dtype)
     return _rule(rows, n, k, parts)
 
 

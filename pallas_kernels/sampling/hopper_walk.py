@@ -1,8 +1,9 @@
 """From block sums to a token on Hopper: find the block, then the column inside it.
 
 The block and, within 128 columns, the column are counted from running sums that are made in shared
-memory; the 128 columns within the block are found by halving. Where the row's sums of exponentials are there too, the
-same CTA scores the token, with the functions of `log_softmax.kernel_hopper`. Grid: one CTA a row.
+memory; the 128 columns within the block are found by halving. Where the row's sums of exponentials
+are there too, the same CTA scores the token, with the functions of `log_softmax.kernel_hopper`.
+Grid: one CTA a row.
 """
 
 import dataclasses

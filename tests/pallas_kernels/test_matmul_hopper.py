@@ -19,13 +19,16 @@ from bi_jax.pallas_kernels.matmul.kernel_hopper import (
     pad_weights,
     swiglu_matmul_hopper,
 )
+from bi_jax.pallas_kernels.matmul.layout_hopper import shared_memory_of
 from bi_jax.pallas_kernels.matmul.op_hopper import matmul_hopper_op, swiglu_hopper_op
 from bi_jax.pallas_kernels.matmul.schedule import (
     FIXED,
     SMEM_BYTES,
     Schedule,
+    fitted,
     schedule_for,
     segmented_schedule_for,
+    with_room,
 )
 from bi_jax.pallas_kernels.matmul.topology import MatmulTopology
 from bi_jax.pallas_kernels.primitive import HOPPER
@@ -34,6 +37,9 @@ NORMAL = Schedule(tile_m=64, tile_n=32, stages=3, ctas=3)
 SWAPPED = Schedule(tile_m=16, tile_n=64, stages=3, ctas=2, swap=True)
 TWO_WARPGROUPS = Schedule(tile_m=128, tile_n=64, stages=3, ctas=2, warpgroups=2)
 SPLIT_N = Schedule(tile_m=64, tile_n=128, stages=3, ctas=1, warpgroups=2, split="n")
+THREE_SWAPPED = Schedule(
+    tile_m=24, tile_n=192, stages=3, ctas=2, swap=True, split="n", warpgroups=3, out_slots=1
+)
 CLUSTERED = Schedule(tile_m=64, tile_n=64, stages=3, ctas=4, cluster_n=2)
 
 
@@ -67,6 +73,7 @@ def expected(x, w, bias=None):
         (NORMAL, 16, 120, {"bias": True}),  # a last tile that hangs over N
         (SWAPPED, 33, 128, {"bias": True}),  # rows that are no multiple of 8
         (SWAPPED, 16, 64, {"parts": 2}),
+        (THREE_SWAPPED, 40, 192, {}),  # a last tile that hangs over the rows
         (TWO_WARPGROUPS, 200, 128, {"dtype": jnp.float16}),
         # The last tile leaves a warpgroup without rows.
         (dataclasses.replace(TWO_WARPGROUPS, pass_empty=True), 136, 128, {}),
@@ -200,6 +207,29 @@ def test_the_one_schedule_mode_lowers_for_every_kind_of_output(parts):
     for rows, out in ((1, "bfloat16"), (264, "float32")):
         assert schedule_for(rows, 4096, 4096, fixed=True) is FIXED
         lowers(rows, 4096, 4096, parts=parts, out_dtype=out, schedule=FIXED)
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+def test_swapped_tiles_lower_for_sm90_for_every_kind_of_output(out_dtype):
+    tiles = functools.partial(Schedule, swap=True, split="n", out_slots=1, stages=3)
+    for s in (
+        tiles(tile_m=8, tile_n=64),
+        tiles(tile_m=136, tile_n=128, warpgroups=2, cluster_m=2),
+        tiles(tile_m=136, tile_n=192, warpgroups=3),
+        tiles(tile_m=88, tile_n=256, warpgroups=2),
+    ):
+        lowers(264, 4096, 1024, parts=1, out_dtype=out_dtype, schedule=s)
+
+
+def test_wider_results_take_stages_from_the_pipeline():
+    s = Schedule(tile_m=136, tile_n=192, swap=True, split="n", warpgroups=3, out_slots=1)
+    assert with_room(s, 1, "bfloat16") == s
+    assert with_room(s, 1, "float32").stages == 3
+    for out_dtype in ("bfloat16", "float32"):
+        full = fitted(s, 1, jnp.dtype(out_dtype).itemsize)
+        assert shared_memory_of(full, (264, 4096, 4096), 1, out_dtype) <= SMEM_BYTES
+        more = dataclasses.replace(full, stages=full.stages + 1)
+        assert shared_memory_of(more, (264, 4096, 4096), 1, out_dtype) > SMEM_BYTES
 
 
 def test_biases_and_float16_lower_for_sm90():
