@@ -1,4 +1,4 @@
-"""A narrow sweep of matmul schedules on the card that survives a candidate which hangs.
+"""A sweep of matmul schedules on the card that survives a candidate which hangs.
 
     python scripts/sweep_matmul.py lower programs/ --workers 14      # anywhere
     python scripts/sweep_matmul.py run programs/ --json out.json     # on the chip
@@ -22,11 +22,10 @@ import time
 import bench_kernels as bench
 from lower_programs import add_lowering_options, lower_command
 
-from bi_jax.pallas_kernels.matmul.schedule import Schedule, fitted, schedule_for
+from bi_jax.pallas_kernels.matmul.schedule import SMS, Schedule, cdiv, fitted, schedule_for
 
 SILENCE = 25.0  # seconds that one program may take for its first run
-DOWNS = ("llama_down", "qwen_down")
-GATE_UPS = ("llama_gate_up", "qwen_gate_up")
+ROWS = (64, 128, 256, 257, 512, 1024, 4096, 8192)
 
 
 def swapped(tile_m: int, tile_n: int, warpgroups: int = 1, **fields) -> Schedule:
@@ -49,91 +48,72 @@ def turns(tile_m: int, tile_n: int, **fields) -> Schedule:
     return pair(tile_m, tile_n, split="turns", **fields)
 
 
-def few_rows(m: int) -> list[Schedule]:
-    found = [swapped(m, 64, tile_k=k, cluster_n=c) for k in (128, 256) for c in (1, 2)]
-    found += [plain(64, 32, tile_k=128, cluster_n=c) for c in (1, 4)]
-    return [*found, plain(64, 32, tile_k=256, cluster_n=2), plain(64, 32, tile_k=256)]
+def both(*schedules: Schedule) -> list[Schedule]:
+    """With a product left running when the next one is issued, and without."""
+    return [dataclasses.replace(s, inflight=i) for s in schedules for i in (1, 0)]
 
 
-def a_little_more_than_256(name: str) -> list[Schedule]:
-    """Two swapped tiles of 136 rows or three of 88; or warpgroups that pass empty rows over."""
-    if name == "lm_head":
-        found = [pair(128, n, pass_empty=True, ctas=131) for n in (192, 256)]
-        found += [turns(64, 256, ctas=131), swapped(136, 256, 2), swapped(136, 192, 3)]
-        return [*found, swapped(136, 256, 2, cluster_m=2)]
-    if name in GATE_UPS:
-        found = [swapped(136, n, n // 64) for n in (128, 192)]
-        found += [swapped(136, n, n // 64, cluster_m=2) for n in (128, 192)]
-        found += [swapped(136, 256, 2, cluster_m=c) for c in (1, 2)]
-        return [*found, swapped(88, 384, 3), swapped(88, 256, 2)]
-    found = [swapped(136, 64, cluster_m=c) for c in (1, 2)]
-    found += [swapped(136, 128, 2), swapped(136, 128, 2, cluster_m=2)]
-    if name == "qkv":
-        found += [swapped(88, 192, 3), swapped(88, 128, 2)]
+def few_rows(m: int, n: int, parts: int) -> list[Schedule]:
+    even = cdiv(cdiv(n * parts, SMS), 16 * parts) * 16
+    widths = [even] if even * parts <= 64 else [64 // parts, 128 // parts]
+    found = [plain(64, w, tile_k=128, cluster_n=c) for w in widths for c in (1, 2)]
+    if parts == 1:
+        found += [swapped(m, 64, tile_k=128), swapped(m, 128, 2, tile_k=128), swapped(m, 192, 3)]
     return found
 
 
-def two_of_160(name: str) -> list[Schedule]:
-    """320 rows."""
-    if name in ("out", *DOWNS):
-        return [swapped(160, 64)]
-    if name == "qkv":
-        return [swapped(160, 128, 2)]
-    return [swapped(160, 128, 2), swapped(160, 192, 3), swapped(160, 256, 2)]
+def some_rows(m: int, n: int, parts: int) -> list[Schedule]:
+    """One or two tiles of 128 rows, or of 136 or 160; widths that fill the multiprocessors."""
+    if m > 256:
+        tile = cdiv(m, 16) * 8
+        if parts == 2:
+            return []
+        narrow = [swapped(tile, 64), swapped(tile, 128, 2)]
+        wide = [swapped(tile, 128, 2), swapped(tile, 192, 3), swapped(tile, 256, 2)]
+        tiles = narrow if n <= 6144 else wide
+        return both(*tiles, *(dataclasses.replace(s, cluster_m=2) for s in tiles))
+    found = []
+    for tile_m in (64, 128, 256):
+        share = n * parts * cdiv(m, tile_m) // SMS
+        width = cdiv(share, 16 * parts) * 16
+        if tile_m <= m and 32 <= width * parts <= (192 if tile_m == 256 else 256):
+            found.append(plain(tile_m, width, warpgroups=min(tile_m // 64, 2)))
+            if width * parts <= 96:
+                found.append(dataclasses.replace(found[-1], tile_k=128))
+    if n * parts > 32768:
+        found += [pair(128, 256), pair(128, 192), pair(128, 128, cluster_n=2), turns(128, 192)]
+    if parts == 1:
+        found += [swapped(128, w, w // 64) for w in (64, 128, 192) if n / w * m / 128 < 3 * SMS]
+    return both(*found)
 
 
-def a_full_bucket(name: str) -> list[Schedule]:
-    """256 rows: what one multiprocessor can take in is the limit, so tiles shared in clusters."""
-    if name == "qkv":
-        found = [pair(128, 96, cluster_m=m, cluster_n=n) for m, n in ((1, 1), (2, 1), (1, 2))]
-        return [*found, plain(64, 192, cluster_m=2), plain(64, 192, cluster_m=4)]
-    if name in ("out", *DOWNS):
-        found = [plain(64, 128, cluster_m=m, cluster_n=n) for m, n in ((2, 1), (4, 1), (1, 2))]
-        return [*found, plain(64, 128, cluster_m=2, cluster_n=2), swapped(128, 64)]
-    if name == "lm_head":
-        found = [pair(256, 192, cluster_n=2), pair(128, 256), pair(128, 256, cluster_m=2)]
-        found += [pair(256, 192, inflight=0), pair(128, 192, cluster_m=2)]
-        return [*found, turns(128, 192), turns(128, 192, ctas=128), swapped(128, 256, 2)]
-    width = 224 if name == "llama_gate_up" else 192
-    found = [pair(128, width), pair(128, width, cluster_m=2), turns(128, width)]
-    if width == 192:
-        found += [pair(256, width, cluster_n=2), pair(256, width, inflight=0)]
-    return found
+def many_rows(m: int, n: int, parts: int) -> list[Schedule]:
+    found = both(pair(256, 192 // parts), pair(128, 256 // parts), turns(128, 192 // parts))
+    if m > 1024:
+        return [*found, turns(128, 176 if parts == 1 else 80)]
+    found += [pair(128, 192 // parts), pair(128, 128 // parts), turns(128, 128 // parts)]
+    return [*found, pair(128, 224 // parts)]
 
 
-def swiglu(name: str, m: int) -> list[Schedule]:
-    if m == 256:
-        width = 112 if name == "llama_swiglu" else 96
-        found = [pair(128, width), pair(128, width, cluster_m=2), turns(128, width)]
-        if width == 96:
-            found += [pair(256, width, cluster_n=2), pair(256, width, inflight=0)]
-        return found
-    found = [turns(128, 96), pair(128, 128), pair(256, 96), pair(256, 96, out_slots=3)]
-    return [*found, turns(128, 96, out_slots=3)]
-
-
-def many_rows() -> list[Schedule]:
-    return [pair(256, 192), turns(128, 192), pair(128, 256), pair(128, 256, cluster_m=2)]
+def candidates(m: int, n: int, parts: int) -> list[Schedule]:
+    maker = few_rows if m <= 64 else some_rows if m <= 320 else many_rows
+    return list(dict.fromkeys(maker(m, n, parts)))
 
 
 def cells() -> dict[tuple[str, str, int], list[Schedule]]:
     """(kind, shape, rows) -> schedules to try beside the table's."""
-    found = {("matmul", "out", m): few_rows(m) for m in (16, 32, 64)}
-    for name in bench.SHAPES:
-        found["matmul", name, 256] = a_full_bucket(name)
-        found["matmul", name, 257] = a_little_more_than_256(name)
-        found["matmul", name, 320] = two_of_160(name)
-    for name in bench.SWIGLU_SHAPES:
-        for m in (256, 1024, 4096, 8192):
-            found["swiglu", name, m] = swiglu(name, m)
-    for m in (1000, 2048, 4096):
-        found["matmul", "llama_gate_up", m] = many_rows()
-    found["matmul", "lm_head", 2048] = many_rows()
+    found = {}
+    for kind, shapes in (("matmul", bench.SHAPES), ("swiglu", bench.SWIGLU_SHAPES)):
+        parts = 2 if kind == "swiglu" else 1
+        for name, (n, _) in shapes.items():
+            for m in ROWS:
+                found[kind, name, m] = candidates(bench.bucket(m), n, parts)
     return found
 
 
 def sweep_programs() -> list[bench.Program]:
-    programs: dict[bench.Program, None] = {}
+    """The table's schedules for every cell of the benchmark, the peer's, and candidates."""
+    programs = dict.fromkeys(bench.bench_programs())
     for (kind, name, m), schedules in cells().items():
         parts = 2 if kind == "swiglu" else 1
         n, k = (bench.SHAPES | bench.SWIGLU_SHAPES)[name]

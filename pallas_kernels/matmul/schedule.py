@@ -129,6 +129,13 @@ def normal_schedule(tile_m: int, tile_n: int, *, parts: int, k: int, **fields) -
 
 FIXED = normal_schedule(128, 128, parts=2, k=4096)  # the one-schedule mode: every row count
 
+
+def _swapped(tile_m: int, tile_n: int, warpgroups: int, **fields) -> Schedule:
+    """Weights as wgmma's rows, one store on its way: for rows a little beyond a tile of 128."""
+    fields = dict(swap=True, split="n", warpgroups=warpgroups, out_slots=1) | fields
+    return Schedule(tile_m=tile_m, tile_n=tile_n, **fields)
+
+
 MANY = 1 << 30  # rows
 # (N, K, parts): (rows up to, schedule). Measured on an H200; from `scripts/tune_matmul.py table`.
 TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
@@ -136,17 +143,20 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
         (32, Schedule(tile_m=64, tile_n=48, tile_k=128, stages=7, cluster_n=2)),
         (64, Schedule(tile_m=64, tile_n=48, tile_k=128, stages=7)),
         (128, Schedule(tile_m=64, tile_n=96, tile_k=128, stages=5)),
-        (256, Schedule(tile_m=64, tile_n=192, stages=6)),
+        (256, Schedule(tile_m=128, tile_n=96, stages=6, warpgroups=2)),
+        (272, _swapped(136, 128, 2, stages=5)),
         (320, Schedule(tile_m=64, tile_n=240, stages=5)),
         (512, Schedule(tile_m=128, tile_n=192, warpgroups=2)),
         (MANY, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
     ),
     (4096, 4096, 1): (
         (8, Schedule(tile_m=8, tile_n=64, tile_k=256, stages=6, swap=True, split="n")),
-        (32, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8, cluster_n=2)),
+        (16, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8, cluster_n=2)),
+        (32, Schedule(tile_m=32, tile_n=64, tile_k=128, stages=9, swap=True, split="n")),
         (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
         (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (272, _swapped(136, 64, 1, stages=8)),
         (320, Schedule(tile_m=64, tile_n=160, stages=7)),
         (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
         (MANY, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
@@ -154,9 +164,11 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
     (28672, 4096, 1): (
         (8, Schedule(tile_m=8, tile_n=64, tile_k=256, stages=6, swap=True, split="n")),
         (64, Schedule(tile_m=64, tile_n=128, tile_k=128, cluster_n=2)),
+        (256, Schedule(tile_m=128, tile_n=224, warpgroups=2)),
+        (272, _swapped(136, 128, 2, stages=5, cluster_m=2)),
         (512, Schedule(tile_m=128, tile_n=224, warpgroups=2)),
         (2048, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
-        (MANY, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
+        (MANY, Schedule(tile_m=128, tile_n=192, warpgroups=2, split="turns")),
     ),
     (4096, 14336, 1): (
         (8, Schedule(tile_m=8, tile_n=64, tile_k=256, stages=6, swap=True, split="n")),
@@ -164,6 +176,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
         (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
         (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (272, _swapped(136, 64, 1, stages=8, cluster_m=2)),
         (320, Schedule(tile_m=64, tile_n=160, stages=7)),
         (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
         (MANY, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
@@ -171,7 +184,8 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
     (24576, 4096, 1): (
         (64, Schedule(tile_m=64, tile_n=128, tile_k=128, cluster_n=2)),
         (128, Schedule(tile_m=128, tile_n=192, warpgroups=2)),
-        (256, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
+        (256, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2, inflight=0)),
+        (272, _swapped(136, 192, 3, stages=4, cluster_m=2)),
         (320, Schedule(tile_m=128, tile_n=192, warpgroups=2)),
         (MANY, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
     ),
@@ -179,6 +193,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
         (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8, cluster_n=2)),
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
         (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (272, _swapped(136, 64, 1, stages=8, cluster_m=2)),
         (320, Schedule(tile_m=64, tile_n=160, stages=7)),
         (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
         (MANY, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
@@ -187,7 +202,8 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
         (32, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6, cluster_n=2)),
         (64, Schedule(tile_m=64, tile_n=128, tile_k=128)),
         (128, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2, cluster_n=2)),
-        (256, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
+        (256, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
+        (272, _swapped(136, 256, 2, stages=3, cluster_m=2)),
         (320, Schedule(tile_m=128, tile_n=256, warpgroups=2)),
         (MANY, Schedule(tile_m=256, tile_n=192, stages=3, warpgroups=2)),
     ),
@@ -195,11 +211,13 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
         (64, Schedule(tile_m=64, tile_n=64, tile_k=128, cluster_n=2)),
         (256, Schedule(tile_m=128, tile_n=112, warpgroups=2)),
         (1024, Schedule(tile_m=128, tile_n=128, warpgroups=2)),
-        (MANY, Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2)),
+        (MANY, Schedule(tile_m=128, tile_n=96, warpgroups=2, split="turns")),
     ),
     (12288, 4096, 2): (
         (64, Schedule(tile_m=64, tile_n=64, tile_k=128, cluster_n=2)),
-        (MANY, Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2)),
+        (256, Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2, inflight=0)),
+        (512, Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2)),
+        (MANY, Schedule(tile_m=128, tile_n=96, warpgroups=2, split="turns")),
     ),
 }
 
