@@ -10,6 +10,7 @@ float64. `kernels` are the names of what XLA ran, so that a peer that splits K c
 import argparse
 import json
 import pathlib
+import sys
 import tempfile
 import time
 
@@ -93,7 +94,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=90.0, help="seconds")
     args = parser.parse_args()
     begin, options = time.time(), bench._cublas_only()
-    report: dict = dict(header=header(copy_bandwidth()), rows=[])
+    report: dict = dict(header=header(copy_bandwidth(), sys.argv), rows=[])
     for rows in ROWS:
         for n, k in SIZES:
             if time.time() - begin > args.budget or rows * n > 400e6:
