@@ -25,7 +25,7 @@ from lower_programs import add_lowering_options, lower_command
 from bi_jax.pallas_kernels.matmul.schedule import SMS, Schedule, cdiv, fitted, schedule_for
 
 SILENCE = 25.0  # seconds that one program may take for its first run
-ROWS = (64, 128, 256, 257, 512, 1024, 4096, 8192)
+ROWS = (8, 16, 64, 128, 256, 257, 512, 1024, 4096, 8192)
 
 
 def swapped(tile_m: int, tile_n: int, warpgroups: int = 1, **fields) -> Schedule:
@@ -54,12 +54,14 @@ def both(*schedules: Schedule) -> list[Schedule]:
 
 
 def few_rows(m: int, n: int, parts: int) -> list[Schedule]:
+    """One read of the weights."""
     even = cdiv(cdiv(n * parts, SMS), 16 * parts) * 16
     widths = [even] if even * parts <= 64 else [64 // parts, 128 // parts]
     found = [plain(64, w, tile_k=128, cluster_n=c) for w in widths for c in (1, 2)]
-    if parts == 1:
-        found += [swapped(m, 64, tile_k=128), swapped(m, 128, 2, tile_k=128), swapped(m, 192, 3)]
-    return found
+    if 64 < even * parts <= 256:
+        found += [plain(64, even), plain(64, even, tile_k=128, out_slots=1)]
+    found += [swapped(m, 64, tile_k=k) for k in (128, 256)]
+    return [*found, swapped(m, 128, 2, tile_k=128), swapped(m, 192, 3)]
 
 
 def some_rows(m: int, n: int, parts: int) -> list[Schedule]:
