@@ -1,12 +1,12 @@
 """Offline tuning of the Hopper matmul's schedule table.
 
-    python scripts/tune_matmul.py lower programs/ [--open]         # anywhere
+    python scripts/tune_matmul.py lower programs/                  # anywhere
     python scripts/bench_kernels.py run programs/ --json out.json  # on the chip
     python scripts/tune_matmul.py table out.json                   # prints the table's entries
 
 A schedule whose float32 bits differ from the others' on spread operands is refused. Candidates come
-from a model of the time of one output tile, so that few have to be compiled. --open takes what the
-table has for most cells and tries other candidates only where they may still win.
+from a model of the time of one output tile, so that few have to be compiled. sweep_matmul.py tries
+candidates around what the table has, and survives one that hangs.
 """
 
 import argparse
@@ -147,25 +147,6 @@ def tuning_programs() -> list[bench.Program]:
     return list(programs)
 
 
-def open_programs() -> list[bench.Program]:
-    """The table's schedules for every cell, and other candidates for cells not settled yet."""
-    programs = dict.fromkeys(bench.bench_programs())
-    cells = [("matmul", name, 264) for name in bench.SHAPES]
-    cells += [("matmul", "out", m) for m in (16, 32, 64)]
-    cells += [("matmul", "llama_gate_up", m) for m in (2048, 4096, 8192)]
-    cells += [("matmul", "lm_head", m) for m in (2048, 8192)]
-    cells += [("swiglu", name, m) for name in bench.SWIGLU_SHAPES for m in (1024, 4096, 8192)]
-    for kind, name, m in cells:
-        parts = 2 if kind == "swiglu" else 1
-        n, k = (bench.SHAPES | bench.SWIGLU_SHAPES)[name]
-        out = "float32" if name == "lm_head" else "bfloat16"
-        for s in candidates(m, n, k, parts, several=True):
-            if not (out == "float32" and s.swap):
-                new = functools.partial(bench.Program, kind=kind, shape=name, n=n, k=k, out=out)
-                programs[new(m=m, schedule=fitted(s, parts))] = None
-    return list(programs)
-
-
 def table(paths: list[pathlib.Path]) -> None:
     """Prints {(N, K, parts): ((up to rows, schedule fields), ...)} of the fastest schedules."""
     results = [json.loads(path.read_text()) for path in paths]
@@ -203,14 +184,13 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     lowering = commands.add_parser("lower")
     lowering.add_argument("programs", type=pathlib.Path)
-    lowering.add_argument("--open", action="store_true", help="unsettled cells only")
     printing = commands.add_parser("table")
     printing.add_argument("json", type=pathlib.Path, nargs="+")
     args = parser.parse_args()
     if args.command == "table":
         table(args.json)
         return
-    programs = open_programs() if args.open else tuning_programs()
+    programs = tuning_programs()
     lower(programs + bench.proof_programs(programs), args.programs)
 
 
