@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -32,14 +31,13 @@ def lower(programs, folder: pathlib.Path) -> None:
 
 
 def lower_by_processes(script: str, folder: pathlib.Path, workers: int) -> None:
-    """`script lower folder` in parts, a process each, and one manifest of them all."""
+    """`script lower folder` in parts, a process each, and one manifest of them all.
+
+    On a machine with a GPU, JAX_PLATFORMS=cpu keeps the processes off it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, script, "lower", str(folder), "--workers", str(workers)]
-    jobs = [
-        subprocess.Popen([*command, "--part", str(part)], env=environment)
-        for part in range(workers)
-    ]
+    jobs = [subprocess.Popen([*command, "--part", str(part)]) for part in range(workers)]
     failures = [job.wait() for job in jobs]  # all of them, before anything is said
     if any(failures):
         raise SystemExit("a process that lowers has failed")

@@ -130,10 +130,20 @@ def normal_schedule(tile_m: int, tile_n: int, *, parts: int, k: int, **fields) -
 FIXED = normal_schedule(128, 128, parts=2, k=4096)  # the one-schedule mode: every row count
 
 
-def _swapped(tile_m: int, tile_n: int, warpgroups: int, **fields) -> Schedule:
+def _swapped(
+    tile_m: int, tile_n: int, warpgroups: int, *, stages: int, cluster_m: int = 1
+) -> Schedule:
     """Weights as wgmma's rows, one store on its way: for rows a little beyond a tile of 128."""
-    fields = dict(swap=True, split="n", warpgroups=warpgroups, out_slots=1) | fields
-    return Schedule(tile_m=tile_m, tile_n=tile_n, **fields)
+    return Schedule(
+        tile_m=tile_m,
+        tile_n=tile_n,
+        stages=stages,
+        swap=True,
+        warpgroups=warpgroups,
+        split="n",
+        cluster_m=cluster_m,
+        out_slots=1,
+    )
 
 
 MANY = 1 << 30  # rows
@@ -284,7 +294,8 @@ def segmented_schedule_for(
     if live * s.part_m * s.part_n // THREADS > MOST_SUM_REGISTERS:
         s = normal_schedule(64, 32 if cdiv(n, 32) <= SMS else 64, parts=1, k=k)
     while k % (s.tile_k * segments):
-        s = fitted(dataclasses.replace(s, tile_k=s.tile_k - 64), 1)
+        narrower = dataclasses.replace(s, tile_k=s.tile_k - 64)
+        s = fitted(narrower, 1, jnp.dtype(out_dtype).itemsize)
     return s
 
 
