@@ -132,3 +132,9 @@ def first_rows(plan: StepPlan) -> list[tuple[int, PlannedSequence, int]]:
         out.append((index, item, start))
         start += item.count
     return out
+
+
+def top_bucket(rows: Sequence[LogitRow], vocab_size: int) -> int:
+    """How many top tokens a step reports: few sizes, so that few programs are compiled."""
+    most = max((row.top for row in rows), default=0)
+    return min(vocab_size, max(8, 1 << (most - 1).bit_length())) if most else 0

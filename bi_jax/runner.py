@@ -19,7 +19,7 @@ from bi_jax.pallas_kernels.ragged import RaggedBatch
 
 from . import flags
 from .audited import AuditedJit
-from .batch import LogitRow, TokenArrays, arrays_one_on, bucket_for, token_arrays
+from .batch import LogitRow, TokenArrays, arrays_one_on, bucket_for, token_arrays, top_bucket
 from .kv_cache import make_cache
 from .peer_memory import peer_memory, peers_table
 from .program_store import ProgramStore, program_store
@@ -130,15 +130,15 @@ class Runner:
         self._graph, state = nnx.split(model)
         self._placer = placer
         self._table_rows = rows_for(model.config.vocab_size, ops)
-        self._state = compute_state(state, model.config.dtype)
+        state = compute_state(state, model.config.dtype)
         if placer is not None:
-            self._state = placer.place_state(self._state, laid_out=model.layout is not None)
+            self._keep(placer.place_state(state, laid_out=model.layout is not None))
         else:
-            self._state = with_rows(self._state, self._table_rows)
+            self._keep(with_rows(state, self._table_rows))
         self.reset_cache()
         options = flags.compiler_options(jax.default_backend())
         self.step_program = AuditedJit(
-            self._step_function if placer is None else self._step_on_ranks,
+            self._step,
             audited=audited,
             store=self._program_store(options) if placer is None else None,
             static_argnames=("top", "filters", "steps"),
@@ -167,7 +167,7 @@ class Runner:
                 pages_a_request=config.pages_a_request,
             ),
             rows=self._logit_rows(rows, size=few if len(rows) <= few else tokens),
-            top=_top_bucket(rows, self.model_config.vocab_size),
+            top=top_bucket(rows, self.model_config.vocab_size),
             filters=any(row.sampling.filtered for row in rows),
             steps=plan.num_steps,
         )
@@ -284,7 +284,7 @@ class Runner:
         named = step.tokens.tokens if tokens is None else tokens
         peers = None if self._peers is None else self._peers.addresses
         batch = _ragged(step.tokens)
-        return step.program, self._state, self._cache, named, batch, step.rows, peers
+        return step.program, self._leaves, self._cache, named, batch, step.rows, peers
 
     def reset_cache(self) -> None:
         """An empty cache in place of the old one, whose buffers a failed step may have taken."""
@@ -313,7 +313,12 @@ class Runner:
                     f"expected a weight of shape {list(old.shape)} {old.dtype}, got "
                     f"{list(fresh.shape)} {fresh.dtype}"
                 )
-        self._state = jax.tree.map(jnp.copy, new)
+        self._keep(jax.tree.map(jnp.copy, new))
+
+    def _keep(self, state: nnx.State) -> None:
+        # A step is handed the bare leaves: to flatten a state takes milliseconds each time.
+        self._state = state
+        self._leaves, self._structure = jax.tree.flatten(state)
 
     @property
     def state(self) -> nnx.State:
@@ -327,12 +332,14 @@ class Runner:
         """Name -> array as in a checkpoint, on the host; None where `state` has them so."""
         return None if self._placer is None else self._placer.restored(self._state)
 
-    def _step_on_ranks(
-        self, state: nnx.State, cache: Any, *step: Any, **statics: Any
+    def _step(
+        self, leaves: list[jax.Array], cache: Any, *step: Any, **statics: Any
     ) -> tuple[Any, TokenChoice]:
-        assert self._placer is not None
+        state = jax.tree.unflatten(self._structure, leaves)
         run = functools.partial(self._step_function, **statics)
-        return self._placer.over_ranks(run, state)(state, cache, *step)
+        if self._placer is not None:
+            run = self._placer.over_ranks(run, state)
+        return run(state, cache, *step)
 
     def _step_function(
         self,
@@ -429,12 +436,6 @@ def _as_tokens(drawn: jax.Array, *, size: int) -> jax.Array:
 
 def _column(values: list[int], size: int) -> np.ndarray:
     return np.array(values + [0] * (size - len(values)), np.int32)
-
-
-def _top_bucket(rows: Sequence[LogitRow], vocab_size: int) -> int:
-    """How many top tokens a step reports: few sizes, so that few programs are compiled."""
-    most = max((row.top for row in rows), default=0)
-    return min(vocab_size, max(8, 1 << (most - 1).bit_length())) if most else 0
 
 
 def _ragged(arrays: TokenArrays) -> RaggedBatch:
