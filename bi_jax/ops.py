@@ -10,14 +10,14 @@ import jax
 from bi_jax.models.config import TransformerConfig
 from bi_jax.models.ops import TransformerOps
 from bi_jax.models.parallel_layout import ParallelLayout
-from bi_jax.pallas_kernels.attention import attention, write_pages
+from bi_jax.pallas_kernels.attention import attention
 from bi_jax.pallas_kernels.attention import topology_for as attention_topology
 from bi_jax.pallas_kernels.log_softmax import topology_for as log_softmax_topology
 from bi_jax.pallas_kernels.matmul import MatmulTopology, matmul, segmented_matmul, swiglu_matmul
 from bi_jax.pallas_kernels.primitive import HOPPER, REFERENCE
 from bi_jax.pallas_kernels.rms_norm import add_rms_norm, rms_norm
 from bi_jax.pallas_kernels.rms_norm import topology_for as norm_topology
-from bi_jax.pallas_kernels.rope import rope
+from bi_jax.pallas_kernels.rope import rope_into_pages
 from bi_jax.pallas_kernels.rope import topology_for as rope_topology
 from bi_jax.pallas_kernels.sampling import topology_for as sampling_topology
 
@@ -135,8 +135,8 @@ def transformer_ops(
         swiglu_matmul=_bind(swiglu_matmul, names.matmul, products),
         rms_norm=_bind(rms_norm, names.rms_norm, norms),
         add_rms_norm=_bind(add_rms_norm, names.rms_norm, norms),
-        rope=_bind(rope, names.rope, rotation),
-        attend=functools.partial(_attend, backend=names.attention, topology=mixing),
+        rope=_bind(_rope, names.rope, rotation),
+        attend=_bind(_attend, names.attention, mixing),
         **cut_products(layout, product, segmented, merge=names.merge, peers=peers),
         description=(
             *((name, f"{getattr(names, name)}: {topology}") for name, topology in chosen.items()),
@@ -149,20 +149,17 @@ def _bind(op: Callable[..., Any], backend: str, topology: Any) -> Callable[..., 
     return functools.partial(op, backend=backend, topology=topology)
 
 
-def _attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+def _rope(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
     cache: LayerPages,
     batch: Any,
-    *,
-    scale: float,
-    window: int | None,
-    backend: str,
-    topology: Any,
+    **options: Any,
 ) -> tuple[jax.Array, LayerPages]:
-    pages = LayerPages(*write_pages(cache.k, cache.v, k, v, batch))
-    out, _ = attention(
-        q, pages.k, pages.v, batch, scale=scale, window=window, backend=backend, topology=topology
-    )
-    return out, pages
+    q, *pages = rope_into_pages(qkv, cos, sin, cache.k, cache.v, batch, **options)
+    return q, LayerPages(*pages)
+
+
+def _attend(q: jax.Array, cache: LayerPages, batch: Any, **options: Any) -> jax.Array:
+    return attention(q, cache.k, cache.v, batch, **options)[0]

@@ -100,12 +100,13 @@ def _rope(
     qkv: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
+    cache: LayerPages,
+    batch: Any,
     *,
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     eps: float = 1e-6,
-    num_rows: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, LayerPages]:
     q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1]
     if q_scale is not None and k_scale is not None:
         q, k = _normed(q, q_scale, eps), _normed(k, k_scale, eps)
@@ -116,22 +117,19 @@ def _rope(
         turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
         return turned.astype(qkv.dtype)
 
-    return turn(q), turn(k)[:, :, 0], v
+    return turn(q), LayerPages(*write_pages(cache.k, cache.v, turn(k)[:, :, 0], v, batch))
 
 
 def _attend(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
     cache: LayerPages,
     batch: Any,
     *,
     scale: float,
     window: int | None,
-) -> tuple[jax.Array, LayerPages]:
-    pages = LayerPages(*write_pages(cache.k, cache.v, k, v, batch))
+) -> jax.Array:
     rows = batch.page_table.at[batch.request].get(mode="clip")
-    keys, values = pages.k[rows], pages.v[rows]  # [T, Mp, Nkv, Tp, Dh]
+    keys, values = cache.k[rows], cache.v[rows]  # [T, Mp, Nkv, Tp, Dh]
     scores = jnp.einsum("tngd,tpnsd->tngps", q, keys, preferred_element_type=jnp.float32) * scale
     shape = scores.shape
     place = jnp.arange(shape[3] * shape[4], dtype=jnp.int32)[None]
@@ -139,39 +137,36 @@ def _attend(
     if window is not None:
         seen &= place > batch.positions[:, None] - window
     flat = jnp.where(seen[:, None, None], scores.reshape(*shape[:3], -1), -jnp.inf)
-    weights = jax.nn.softmax(flat, axis=-1).astype(v.dtype).reshape(shape)
-    values = jnp.where(seen.reshape(-1, shape[3], 1, shape[4], 1), values, jnp.zeros((), v.dtype))
-    return jnp.einsum("tngps,tpnsd->tngd", weights, values).astype(q.dtype), pages
+    weights = jax.nn.softmax(flat, axis=-1).astype(q.dtype).reshape(shape)
+    values = jnp.where(seen.reshape(-1, shape[3], 1, shape[4], 1), values, jnp.zeros((), q.dtype))
+    return jnp.einsum("tngps,tpnsd->tngd", weights, values).astype(q.dtype)
 
 
 def _attend_by_rows(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
     cache: LayerPages,
     batch: Any,
     *,
     scale: float,
     window: int | None,
-) -> tuple[jax.Array, LayerPages]:
+) -> jax.Array:
     """`_attend` a row at a time, over the pages in use.
 
     At decode this beats gathering every row's pages for one batched product, in half the CPU time
     (a product of 3 x 64 by 64 x 64 costs less than the copies and the library's threads do).
     """
-    pages = LayerPages(*write_pages(cache.k, cache.v, k, v, batch))
     most = batch.page_table.shape[1]
     counts = [n for n in (1 << i for i in range(most.bit_length())) if n < most] + [most]
 
     def one(i: jax.Array, out: jax.Array) -> jax.Array:
         heads, position = q[i], batch.positions[i]
         table = batch.page_table.at[batch.request[i]].get(mode="clip")
-        in_use = position // pages.k.shape[2] + 1
+        in_use = position // cache.k.shape[2] + 1
         which = sum((in_use > n).astype(jnp.int32) for n in counts[:-1])
 
         def mix(count: int, heads: jax.Array) -> jax.Array:
             keys, values = lax.optimization_barrier(
-                (_first_pages(pages.k, table, count), _first_pages(pages.v, table, count))
+                (_first_pages(cache.k, table, count), _first_pages(cache.v, table, count))
             )
             place = jnp.arange(keys.shape[1], dtype=jnp.int32)
             seen = place <= position
@@ -180,14 +175,14 @@ def _attend_by_rows(
             # One product of a matrix and a vector for each query head of a group.
             scores = [_float32("nsd,nd->ns", keys, heads[:, g]) for g in range(heads.shape[1])]
             masked = jnp.where(seen, jnp.stack(scores, axis=1) * scale, -jnp.inf)
-            weights = jax.nn.softmax(masked, axis=-1).astype(v.dtype)
+            weights = jax.nn.softmax(masked, axis=-1).astype(q.dtype)
             mixed = [_float32("ns,nsd->nd", weights[:, g], values) for g in range(heads.shape[1])]
             return jnp.stack(mixed, axis=1).astype(q.dtype)
 
         row = lax.switch(which, [functools.partial(mix, n) for n in counts], heads)
         return lax.dynamic_update_index_in_dim(out, row, i, 0)
 
-    return lax.fori_loop(0, batch.num_tokens, one, jnp.zeros_like(q)), pages
+    return lax.fori_loop(0, batch.num_tokens, one, jnp.zeros_like(q))
 
 
 def _first_pages(pages: jax.Array, table: jax.Array, count: int) -> jax.Array:

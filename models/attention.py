@@ -45,16 +45,17 @@ class Attention(nnx.Module):
             self.qkv.cast_bias(),
             num_rows=batch.num_tokens,
         )
-        q, k, v = ops.rope(
+        q, cache = ops.rope(
             flat.reshape(x.shape[0], kv_heads, group, width),
             *rope_rows,
+            cache,
+            batch,
             q_scale=None if self.q_norm is None else self.q_norm.cast_scale(),
             k_scale=None if self.k_norm is None else self.k_norm.cast_scale(),
             eps=config.rms_norm_eps,
-            num_rows=batch.num_tokens,
         )
-        mixed, cache = ops.attend(
-            q, k, v, cache, batch, scale=config.attention_scale, window=config.sliding_window
+        mixed = ops.attend(
+            q, cache, batch, scale=config.attention_scale, window=config.sliding_window
         )
         projected = ops.out_product(mixed, self.out.cast_weight(), num_rows=batch.num_tokens)
         return projected, cache

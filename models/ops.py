@@ -13,23 +13,38 @@ import jax
 
 from bi_jax.pallas_kernels.embedding import embedding
 
-LayerCache = Any  # opaque to the model; only `attend` opens it
+LayerCache = Any  # opaque to the model; only `rope` and `attend` open it
+
+
+class Rope(Protocol):
+    """(qkv, cos, sin, layer_cache, batch, *, q_scale, k_scale, eps) -> (q, layer_cache)."""
+
+    def __call__(
+        self,
+        qkv: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        cache: LayerCache,
+        batch: Any,
+        *,
+        q_scale: jax.Array | None,
+        k_scale: jax.Array | None,
+        eps: float,
+    ) -> tuple[jax.Array, LayerCache]: ...
 
 
 class Attend(Protocol):
-    """(q, k, v, layer_cache, batch, *, scale, window) -> (out like q, layer_cache)."""
+    """(q, layer_cache, batch, *, scale, window) -> out like q."""
 
     def __call__(
         self,
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
         cache: LayerCache,
         batch: Any,
         *,
         scale: float,
         window: int | None,
-    ) -> tuple[jax.Array, LayerCache]: ...
+    ) -> jax.Array: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +56,9 @@ class TransformerOps:
       swiglu_matmul: (x [M, K], gate_up [2, F, K], *, num_rows) -> [M, F].
       rms_norm: (x [M, D], scale [D], *, eps, num_rows) -> [M, D].
       add_rms_norm: (x, residual [M, D], scale [D], *, eps, num_rows) -> (normed, stream).
-      rope: (qkv [T, Nkv, G + 2, Dh], cos, sin [T, Dh / 2], *, q_scale, k_scale, eps, num_rows)
-        -> (q [T, Nkv, G, Dh], k [T, Nkv, Dh], v [T, Nkv, Dh]).
-      attend: stores k and v in the cache and attends over it.
+      rope: qkv [T, Nkv, G + 2, Dh], cos and sin [T, Dh / 2] -> q [T, Nkv, G, Dh]; stores the
+        tokens' keys and values in the cache.
+      attend: q [T, Nkv, G, Dh] over the cache, in which this batch's keys are stored.
       out_product: (mixed [T, Nkv, G, Dh], weight, *, num_rows) -> [T, D]: summed over all heads.
       down_product: (hidden [T, F], weight, *, num_rows) -> [T, D]: summed over all of F.
       embed: (table, tokens [T], *, num_rows) -> [T, D] in the table's dtype; copies.
@@ -55,7 +70,7 @@ class TransformerOps:
     swiglu_matmul: Callable[..., jax.Array]
     rms_norm: Callable[..., jax.Array]
     add_rms_norm: Callable[..., tuple[jax.Array, jax.Array]]
-    rope: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    rope: Rope
     attend: Attend
     out_product: Callable[..., jax.Array]
     down_product: Callable[..., jax.Array]

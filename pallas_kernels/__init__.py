@@ -6,7 +6,7 @@ from .matmul import MatmulTopology, matmul, swiglu_matmul
 from .merge import MergeTopology, ordered_sum, tree_sum
 from .ragged import RaggedBatch
 from .rms_norm import RmsNormTopology, add_rms_norm, rms_norm
-from .rope import RopeTopology, rope
+from .rope import RopeTopology, rope, rope_into_pages
 from .sampling import SamplingTopology, choose_token, find_cut, top_tokens
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "ordered_sum",
     "rms_norm",
     "rope",
+    "rope_into_pages",
     "swiglu_matmul",
     "target_logprobs",
     "top_tokens",

@@ -15,13 +15,19 @@ Bind = Callable[..., tuple[jax.Array, ...]]
 Backward = Callable[..., Sequence[jax.Array | None]]
 
 
-def differentiable(bind: Bind, backward: Backward) -> Bind:
+def _all(operands: Sequence[jax.Array], outputs: Sequence[jax.Array]) -> Any:
+    return operands, outputs
+
+
+def differentiable(bind: Bind, backward: Backward, *, saves: Callable[..., Any] = _all) -> Bind:
     """`bind` with a custom VJP.
 
     Args:
       bind: ``(*operands, **params) -> outputs``, as `define_op` returns it.
       backward: ``(operands, outputs, cotangents, **params) -> cotangents of the operands``, None
         for those without one. Whatever it computes on floats must be marked primitives too.
+      saves: ``(operands, outputs) -> (operands, outputs)``, what of them `backward` is given; an
+        array that it would hold on to cannot be changed in place.
 
     Returns:
       A function like `bind`; its bits are those of `bind`, differentiated or not.
@@ -37,7 +43,7 @@ def differentiable(bind: Bind, backward: Backward) -> Bind:
 
         def forward(*operands: jax.Array) -> tuple[Any, Any]:
             outputs = bind(*operands, **named)
-            return outputs, (operands, outputs)
+            return outputs, saves(operands, outputs)
 
         def pull(saved: Any, cotangents: Any) -> tuple[Any, ...]:
             operands, outputs = saved

@@ -14,7 +14,7 @@ LAYERS = ("bi_jax.pallas_kernels", "bi_jax.models", "bi_jax")
 # here may stand anywhere as long as there is no circle.
 ORDER = {
     "bi_jax.pallas_kernels": (
-        *("contracts", "ragged", "rounding", "primitive", "differentiable"),
+        *("contracts", "ragged", "pages", "rounding", "primitive", "differentiable"),
         *("fixed_rows", "lanes", "lanes_backward", "row_sums", "float_order", "vocab_blocks"),
         *("embedding", "merge", "matmul", "rms_norm", "rope", "attention"),
         *("log_softmax", "sampling"),

@@ -141,7 +141,7 @@ def _marked(eqn: Any, xs: Values, found: _Found) -> Values:
         parts = _shuffled(x.reshape(len(x), w.shape[0], w.shape[2]), [2], found)
         xs = [parts.reshape(x.shape), _shuffled(w, [2], found), *rest]
     elif operands is None:
-        if name not in _ADD_NOTHING or (name == "bi_rope" and _norms(xs)):
+        if name not in _ADD_NOTHING or (name.startswith("bi_rope") and _norms(xs)):
             found.unknown.add(name)
     else:
         xs = [
@@ -161,9 +161,12 @@ _LAST_AXES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "bi_attention": ((0, 1), ()),
 }
 # Sums of sampling are over integers, exact in any order.
-_ADD_NOTHING = ("bi_rope", "bi_top_tokens", "bi_choose_token", "bi_find_cut")
+_ADD_NOTHING = (
+    *("bi_rope", "bi_rope_into_pages"),
+    *("bi_top_tokens", "bi_choose_token", "bi_find_cut"),
+)
 
 
 def _norms(xs: Values) -> bool:
     """Whether a rope has scales of norms, whose sums are inside."""
-    return any(x.ndim == 1 and x.size for x in xs)
+    return any(x.ndim == 1 and x.size and jnp.issubdtype(x.dtype, jnp.floating) for x in xs)

@@ -8,12 +8,13 @@ from jaxtyping import Array, Float, Float32
 
 from .. import contracts
 from ..differentiable import differentiable
+from ..pages import token_slots
 from ..primitive import HOPPER, REFERENCE, define_op
 from ..ragged import RaggedBatch
 from .kernel_hopper import attention_hopper_op
 from .reference import attention_reference
 from .topology import AttentionTopology, topology_for
-from .vjp import attention_backward, store, token_slots
+from .vjp import attention_backward, store
 
 
 def _avals(q: Any, *_: Any, **__: Any) -> list[Any]:

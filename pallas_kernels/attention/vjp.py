@@ -15,6 +15,7 @@ from jax import ShapeDtypeStruct
 from ..differentiable import backward_backend
 from ..matmul.kernel_hopper import matmul_hopper
 from ..matmul.schedule import schedule_for
+from ..pages import clear, put, take, token_slots
 from ..primitive import BLOCKS, REFERENCE, define_op
 from .gradient_blocks import attention_gradient_blocks
 from .reference_backward import attention_gradient_reference
@@ -50,36 +51,13 @@ def attention_backward(
     page, slot = token_slots(k_pages, positions, request, page_table, num_tokens)
 
     def spread(pages: jax.Array, new: jax.Array) -> jax.Array:
-        return _put(jnp.zeros_like(pages), new, page, slot)
+        return put(jnp.zeros_like(pages), new, page, slot)
 
     return dq, spread(k_pages, dk), spread(v_pages, dv), None, None, None, None, None
 
 
-def token_slots(
-    pages: jax.Array,
-    positions: jax.Array,
-    request: jax.Array,
-    page_table: jax.Array,
-    num_tokens: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Each token's page and its slot in it, int32 [T].
-
-    Padding goes to pages that do not exist, each token to its own: the places stay unique.
-    """
-    count, tokens_a_page = pages.shape[0], pages.shape[2]
-    rows = jnp.minimum(request, page_table.shape[0] - 1)
-    columns = jnp.minimum(positions // tokens_a_page, page_table.shape[1] - 1)
-    index = jnp.arange(positions.shape[0], dtype=jnp.int32)
-    page = jnp.where(index < num_tokens, page_table[rows, columns], count + index)
-    return page, positions % tokens_a_page
-
-
-def _put(pages: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
-    return pages.at[page, :, slot].set(new, mode="drop", unique_indices=True)
-
-
 def _store(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, page, slot) -> Pages:
-    return _put(k_pages, k, page, slot), _put(v_pages, v, page, slot)
+    return put(k_pages, k, page, slot), put(v_pages, v, page, slot)
 
 
 store: Callable[..., Pages] = jax.custom_vjp(_store)
@@ -92,23 +70,10 @@ def _store_forward(k_pages: Any, v_pages: Any, k: Any, v: Any, page: Any, slot: 
 
 def _store_backward(saved: Any, cotangents: Any) -> tuple[Any, ...]:
     page, slot = saved
-
-    def kept(pages: jax.Array) -> jax.Array:
-        none = jnp.zeros((), pages.dtype)
-        return pages.at[page, :, slot].set(none, mode="drop", unique_indices=True)
-
-    def taken(pages: jax.Array) -> jax.Array:
-        return pages.at[page, :, slot].get(mode="fill", fill_value=0)
-
     dk_pages, dv_pages = cotangents
-    return (
-        kept(dk_pages),
-        kept(dv_pages),
-        taken(dk_pages),
-        taken(dv_pages),
-        None,
-        None,
-    )
+    kept = [clear(d, page, slot) for d in (dk_pages, dv_pages)]
+    taken = [take(d, page, slot) for d in (dk_pages, dv_pages)]
+    return *kept, *taken, None, None
 
 
 store.defvjp(_store_forward, _store_backward)  # type: ignore[attr-defined]

@@ -1,17 +1,17 @@
-"""QK-norm and rotary embedding on Hopper: one CTA of one warpgroup a token and group of KV heads.
+"""QK-norm and rotary embedding on Hopper, keys and values written straight into their pages.
 
     (low, high) -> (low cos - high sin, high cos + low sin)    after the per-head RMS norm, if any
 
-A tile's 64 rows are heads of one token: for each KV head its G query heads, then k, then v, each
-of the three at an aligned row; rows between and beyond them hold anything and are not stored.
-Order of additions of the norm: the tree over the columns of a wgmma tile, lower half plus upper
-half of the head; it follows Dh alone. The products of the rotation are rounded before they are
-added: no multiply-add is contracted.
+A tile is one head of 64 neighbouring tokens in the registers of one warpgroup, low and high half
+apart. Order of additions of the norm: the tree over the columns of a wgmma tile, lower half plus
+upper half of the head; it follows Dh alone. The products of the rotation are rounded before they
+are added: no multiply-add is contracted.
 
-Grid: (token, group of KV heads).
+Grid: (tile of tokens, block of KV heads, part); the first part takes the block's keys and values,
+each other some of its query heads. A token whose page does not exist is padding: its key and value
+go nowhere.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -20,137 +20,92 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from . import hopper_rows
+from .hopper_rows import INTERPRETED_ROWS, ROWS, TILE, WIDE
+from .schedule import RopeSchedule, pick_schedule
 from .topology import RopeTopology
 
-TILE = plgpu.Layout.WGMMA
-ROWS = 64  # heads a tile
-REDUCTION_SCRATCH_BYTES = 1024
-TMA_ALIGNMENT = 128  # bytes, of what TMA reads or writes in shared memory
+WIDTHS = (64, 128)  # head sizes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
-    """At which row of a KV head's part of the tile its k and v stand, and how long the part is."""
+def _body(*refs, schedule: RopeSchedule, eps: float, interpret: bool):
+    qkv_gmem, cos_gmem, sin_gmem, page_gmem, slot_gmem, *rest = refs
+    *scales_gmem, k_gmem, v_gmem, q_gmem = rest
+    group = qkv_gmem.shape[2] - 2
+    kv_heads, queries = schedule.kv_heads, schedule.queries
+    rows = hopper_rows.rows_of_tile(lax.axis_index("tile"), interpret)
+    first, part = lax.axis_index("block") * kv_heads, lax.axis_index("part")
+    load = functools.partial(hopper_rows.load_rows, rows=rows, interpret=interpret)
+    store = functools.partial(hopper_rows.store_rows, interpret=interpret)
 
-    group: int
-    half: int
+    def load_head(kv_head, head):
+        return [load(qkv_gmem.at[:, kv_head, head, side]) for side in range(2)]
 
-    @property
-    def step(self) -> int:
-        """Rows of a half head, two bytes a value, between aligned places."""
-        return max(TMA_ALIGNMENT // (2 * self.half), 1)
+    def turned(kv_head, head, angles, scale_gmem):
+        low, high = load_head(kv_head, head)
+        wide = low.astype(jnp.float32), high.astype(jnp.float32)
+        if scale_gmem is not None:
+            wide = _normed((low, high), wide, scale_gmem, eps, interpret)
+        sides = _rounded_sums(*wide, *angles, interpret)
+        return [side.astype(low.dtype) for side in sides]
 
-    @property
-    def k(self) -> int:
-        return -(-self.group // self.step) * self.step
+    def take_queries():
+        angles = load(cos_gmem), load(sin_gmem)
+        scale_gmem = scales_gmem[0] if scales_gmem else None
 
-    @property
-    def v(self) -> int:
-        return self.k + self.step
+        @pl.loop(0, kv_heads * queries)
+        def _(i):
+            kv_head = first + lax.div(i, queries)
+            head = (part - 1) * queries + lax.rem(i, queries)
+            for side, values in enumerate(turned(kv_head, head, angles, scale_gmem)):
+                store(q_gmem.at[:, kv_head, head, side], values, rows)
 
-    @property
-    def total(self) -> int:
-        return self.v + self.step
+    def take_keys_and_values():
+        angles = load(cos_gmem), load(sin_gmem)
+        scale_gmem = scales_gmem[1] if scales_gmem else None
+        page, slot = (
+            hopper_rows.load_numbers(ref, rows, interpret) for ref in (page_gmem, slot_gmem)
+        )
+        page = jnp.where(rows < qkv_gmem.shape[0], page, k_gmem.shape[0])
 
-    @property
-    def dense(self) -> bool:
-        """Whether no row is left empty, so that the part is one piece of the input."""
-        return self.step == 1
+        @pl.loop(0, kv_heads)
+        def _(i):
+            kv_head = first + i
+            value = load_head(kv_head, group + 1)
+            key = turned(kv_head, group, angles, scale_gmem)
+            for pages_gmem, sides in ((v_gmem, value), (k_gmem, key)):
+                for side, values in enumerate(sides):
+                    store(pages_gmem.at[:, kv_head, :, side], values, page, slot)
 
-
-def kv_heads_a_tile(kv_heads: int, rows: Rows) -> int:
-    """The most KV heads, as a divisor of all, whose rows fit a tile; 0 if one does not fit."""
-    fitting = [c for c in range(1, kv_heads + 1) if kv_heads % c == 0 and c * rows.total <= ROWS]
-    return max(fitting, default=0)
-
-
-def _body(*refs, group: int, tile_heads: int, eps: float, qk_norm: bool, interpret: bool):
-    qkv_gmem, cos_gmem, sin_gmem, scales_gmem, *outs = refs[:7]
-    halves_smem, trig_smem, scales_smem, out_smem, loaded = refs[7:]
-    half = halves_smem.shape[-1]
-    rows = Rows(group=group, half=half)
-    dtype = halves_smem.dtype
-    token, tile = lax.axis_index("token"), lax.axis_index("tile")
-
-    def load_inputs():
-        for part in range(2):
-            for head, place, count in _pieces(rows, tile_heads):
-                heads = pl.ds(tile * tile_heads * (group + 2) + head, count)
-                target = halves_smem.at[part, pl.ds(place, count)]
-                plgpu.copy_gmem_to_smem(qkv_gmem.at[token, heads, part], target, loaded)
-        plgpu.copy_gmem_to_smem(cos_gmem.at[token], trig_smem.at[0], loaded)
-        plgpu.copy_gmem_to_smem(sin_gmem.at[token], trig_smem.at[1], loaded)
-        if qk_norm:
-            plgpu.copy_gmem_to_smem(scales_gmem, scales_smem, loaded)
-        plgpu.barrier_wait(loaded)
-
-    def heads_of(part):
-        return plgpu.load(halves_smem.at[part], layout=TILE, optimized=False).astype(jnp.float32)
-
-    def across_rows(ref):
-        """float32 or narrower [half] in shared memory -> float32 [64, half]."""
-        values = plgpu.load(ref, layout=TILE.reduce(0), optimized=False).astype(jnp.float32)
-        return lax.broadcast_in_dim(values, (ROWS, half), (1,))
-
-    def normed(low, high, is_k):
-        squares = jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)
-        factor = lax.rsqrt(squares * (1.0 / (2 * half)) + eps)
-        factor = lax.broadcast_in_dim(factor, (ROWS, half), (0,))
-
-        def scaled(part, values):
-            q_scale, k_scale = (across_rows(scales_smem.at[kind, part]) for kind in range(2))
-            scale = jnp.where(is_k, k_scale, q_scale)
-            return (values * factor * scale).astype(dtype).astype(jnp.float32)
-
-        return scaled(0, low), scaled(1, high)
-
-    def store(part, values):
-        ref = out_smem.at[part]
-        if interpret:
-            ref[...] = values
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
-        def store_plain(_, ref, values):
-            values.store_untiled(ref, optimized=False)
-
-        store_plain(ref, values)
-
-    load_inputs()
-    head = plgpu.broadcasted_iota(jnp.int32, (ROWS, half), 0, layout=TILE)
-    role = lax.rem(head, jnp.full_like(head, rows.total))
-    is_k, is_v = role == rows.k, role == rows.v
-    low, high = plain = heads_of(0), heads_of(1)
-    if qk_norm:
-        low, high = normed(low, high, is_k)
-    cos, sin = across_rows(trig_smem.at[0]), across_rows(trig_smem.at[1])
-    turned = _rounded_sums(low, high, cos, sin, interpret)
-    for part in range(2):
-        store(part, jnp.where(is_v, plain[part], turned[part]).astype(dtype))
-    plgpu.commit_smem()
-    _write_heads(out_smem, outs, token, tile, rows, tile_heads)
+    pl.when(part == 0)(take_keys_and_values)
+    pl.when(part > 0)(take_queries)
 
 
-def _pieces(rows: Rows, tile_heads: int) -> list[tuple[int, int, int]]:
-    """(first head in the input, first row in the tile, how many) of each copy into the tile."""
-    heads = rows.group + 2
-    if rows.dense:
-        return [(0, 0, tile_heads * heads)]
-    parts = ((0, 0, rows.group), (rows.group, rows.k, 1), (rows.group + 1, rows.v, 1))
-    return [
-        (i * heads + head, i * rows.total + place, count)
-        for i in range(tile_heads)
-        for head, place, count in parts
-    ]
+def _normed(head, wide, scale_gmem, eps: float, interpret: bool):
+    """The per-head RMS norm of (low, high) [64, half], rounded once to the head's dtype."""
+    count, half = head[0].shape
+
+    def squares(side):
+        tile = plgpu.layout_cast(side, TILE).astype(jnp.float32)
+        return jnp.sum(tile * tile, axis=1)
+
+    mean = (squares(head[0]) + squares(head[1])) * (1.0 / (2 * half))
+    factor = hopper_rows.across_columns(lax.rsqrt(mean + eps), half, interpret)
+
+    def scaled(side, values):
+        scale = hopper_rows.across_rows(scale_gmem.at[side], count)
+        return (values * factor * scale).astype(head[0].dtype).astype(jnp.float32)
+
+    return scaled(0, wide[0]), scaled(1, wide[1])
 
 
 def _rounded_sums(low, high, cos, sin, interpret: bool):
     """low cos - high sin and high cos + low sin, each product rounded to float32 first."""
     if interpret:
         return low * cos - high * sin, high * cos + low * sin
-    outs = (plgpu.ShapeDtypeStruct(low.shape, jnp.float32, TILE),) * 4
+    outs = (plgpu.ShapeDtypeStruct(low.shape, jnp.float32, WIDE),) * 4
 
-    @plgpu.inline_mgpu(arg_types=(TILE,) * 4, return_type=outs)
+    @plgpu.inline_mgpu(arg_types=(WIDE,) * 4, return_type=outs)
     def products(_, low, high, cos, sin):
         return low * cos, high * sin, high * cos, low * sin
 
@@ -158,91 +113,96 @@ def _rounded_sums(low, high, cos, sin, interpret: bool):
     return a - b, c + d
 
 
-def _write_heads(out_smem, outs, token, tile, rows: Rows, tile_heads: int):
-    """Each KV head's queries, key and value go to their own arrays, half by half."""
-    q_gmem, k_gmem, v_gmem = outs
-    for i in range(tile_heads):
-        first, head = i * rows.total, tile * tile_heads + i
-        for part in range(2):
-            staged = out_smem.at[part]
-            plgpu.copy_smem_to_gmem(
-                staged.at[pl.ds(first, rows.group)], q_gmem.at[token, head, :, part]
-            )
-            plgpu.copy_smem_to_gmem(staged.at[first + rows.k], k_gmem.at[token, head, part])
-            plgpu.copy_smem_to_gmem(staged.at[first + rows.v], v_gmem.at[token, head, part])
-    plgpu.wait_smem_to_gmem(0)
-
-
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
-def rope_hopper(
+@functools.partial(jax.jit, static_argnames=("eps", "schedule", "interpret"))
+def rope_into_pages_hopper(
     qkv: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
-    scales: jax.Array | None,
+    scales: tuple[jax.Array, ...],
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page: jax.Array,
+    slot: jax.Array,
     *,
     eps: float,
+    schedule: RopeSchedule | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """qkv [T, Nkv, G + 2, Dh] -> q [T, Nkv, G, Dh], k and v [T, Nkv, Dh]; see `api.rope`.
+    """qkv [T, Nkv, G + 2, Dh] -> q [T, Nkv, G, Dh] and the pages; see `api.rope_into_pages`.
 
     Args:
       qkv: bfloat16 or float16.
       cos, sin: float32 [T, Dh / 2].
-      scales: [2, Dh], the scale of q and of k, or None without QK-norm.
+      scales: [Dh] of q and of k, or none without QK-norm.
+      k_pages, v_pages: [P, Nkv, Tp, Dh], changed in place where the caller gives them away.
+      page, slot: int32 [T], where each token's key and value go; a page of P or more: nowhere.
       eps: of the norm.
+      schedule: speed only; None: by the number of tokens.
       interpret: run the kernel in Mosaic GPU's interpreter on a CPU.
 
     Raises:
-      NotImplementedError: a dtype, group or head size that does not fit a tile.
+      NotImplementedError: a dtype or head size that does not fit a tile.
 
     Invariance: the bits of token t depend on qkv[t], cos[t], sin[t], the scales and eps only.
     """
     tokens, kv_heads, group_2, width = qkv.shape
     group, half = group_2 - 2, width // 2
-    rows = Rows(group=group, half=half)
-    tile_heads = kv_heads_a_tile(kv_heads, rows)
-    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or width not in (64, 128) or not tile_heads:
+    if qkv.dtype not in (jnp.bfloat16, jnp.float16) or width not in WIDTHS:
         raise NotImplementedError(
-            "rope on Hopper takes bfloat16 or float16, head sizes 64 and 128 and groups up to "
-            f"{ROWS - 4}, got {qkv.dtype}, head size {width}, group {group}"
+            "rope on Hopper takes bfloat16 or float16 and head sizes 64 and 128, got "
+            f"{qkv.dtype}, head size {width}"
         )
-    dtype = qkv.dtype
-    body = functools.partial(
-        _body,
-        group=group,
-        tile_heads=tile_heads,
-        eps=eps,
-        qk_norm=scales is not None,
-        interpret=interpret,
-    )
-    heads = jax.ShapeDtypeStruct((tokens, kv_heads, 2, half), dtype)
-    arrivals = 2 * len(_pieces(rows, tile_heads)) + (2 if scales is None else 3)
-    q, k, v = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((tokens, kv_heads, group, 2, half), dtype),
-            heads,
-            heads,
-        ),
-        scratch_types=(
-            plgpu.SMEM((2, ROWS, half), dtype),
-            plgpu.SMEM((2, half), jnp.float32),
-            plgpu.SMEM((2, 2, half), dtype),
-            plgpu.SMEM((2, ROWS, half), dtype),
-            plgpu.Barrier(num_arrivals=arrivals),
-        ),
-        grid=(tokens, kv_heads // tile_heads),
-        grid_names=("token", "tile"),
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES),
+    tiles = -(-tokens // (INTERPRETED_ROWS if interpret else ROWS))
+    schedule = schedule or pick_schedule(tiles=tiles, kv_heads=kv_heads, group=group)
+    count = tokens
+    if interpret:  # the interpreter reads whole tiles
+        count = tiles * INTERPRETED_ROWS
+        qkv, cos, sin, slot = (_longer(a, count, 0) for a in (qkv, cos, sin, slot))
+        page = _longer(page, count, k_pages.shape[0])
+    sides = (*k_pages.shape[:3], 2, half)
+    pages = [jax.new_ref(p.reshape(sides)) for p in (k_pages, v_pages)]
+    q = plgpu.kernel(
+        functools.partial(_body, schedule=schedule, eps=eps, interpret=interpret),
+        out_type=jax.ShapeDtypeStruct((count, kv_heads, group, 2, half), qkv.dtype),
+        grid=(tiles, kv_heads // schedule.kv_heads, 1 + group // schedule.queries),
+        grid_names=("tile", "block", "part"),
+        kernel_name="rope_into_pages",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(
-        qkv.reshape(tokens, kv_heads * group_2, 2, half),
+        qkv.reshape(count, kv_heads, group_2, 2, half),
         cos,
         sin,
-        (jnp.zeros((2, width), dtype) if scales is None else scales).reshape(2, 2, half),
+        page,
+        slot,
+        *(scale.reshape(2, half) for scale in scales),
+        *pages,
     )
-    shape = (tokens, kv_heads, width)
-    return q.reshape(tokens, kv_heads, group, width), k.reshape(shape), v.reshape(shape)
+    k_pages, v_pages = (jax.freeze(ref).reshape(k_pages.shape) for ref in pages)
+    return q.reshape(count, kv_heads, group, width)[:tokens], k_pages, v_pages
+
+
+def _longer(array: jax.Array, count: int, fill: int) -> jax.Array:
+    widths = ((0, count - array.shape[0]), *((0, 0) for _ in array.shape[1:]))
+    return jnp.pad(array, widths, constant_values=fill)
+
+
+def rope_hopper(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    scales: tuple[jax.Array, ...],
+    *,
+    eps: float,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same kernel with a page of one slot for each token: q, and k and v [T, Nkv, Dh]."""
+    tokens, kv_heads, _, width = qkv.shape
+    pages = [jnp.empty((tokens, kv_heads, 1, width), qkv.dtype) for _ in range(2)]
+    page = jnp.arange(tokens, dtype=jnp.int32)
+    q, k, v = rope_into_pages_hopper(
+        qkv, cos, sin, scales, *pages, page, jnp.zeros_like(page), eps=eps, interpret=interpret
+    )
+    return q, k[:, :, 0], v[:, :, 0]
 
 
 def rope_hopper_op(
@@ -259,5 +219,26 @@ def rope_hopper_op(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`rope_hopper` as an implementation of the primitive."""
     del num_rows, topology  # the head size fixes this kernel's order of additions
-    scales = jnp.stack([q_scale, k_scale]) if qk_norm else None
-    return rope_hopper(qkv, cos, sin, scales, eps=eps)
+    return rope_hopper(qkv, cos, sin, (q_scale, k_scale) if qk_norm else (), eps=eps)
+
+
+def rope_into_pages_hopper_op(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    q_scale: jax.Array,
+    k_scale: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page: jax.Array,
+    slot: jax.Array,
+    num_rows: jax.Array,
+    *,
+    eps: float,
+    qk_norm: bool,
+    topology: RopeTopology,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`rope_into_pages_hopper` as an implementation of the primitive."""
+    del num_rows, topology  # padding has no page
+    scales = (q_scale, k_scale) if qk_norm else ()
+    return rope_into_pages_hopper(qkv, cos, sin, scales, k_pages, v_pages, page, slot, eps=eps)

@@ -1,11 +1,14 @@
 """QK-norm and rotary embedding on a CPU, every operation at one fixed number of rows."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..fixed_rows import for_row_blocks
 from ..lanes import normalize
+from ..pages import put
 from .topology import RopeTopology
 
 ROWS = 4  # tokens a block
@@ -48,6 +51,24 @@ def rope_reference(
 
     q, k, v = for_row_blocks(body, qkv, cos, sin, rows=ROWS, num_rows=num_rows)
     return q, k, v
+
+
+def rope_into_pages_reference(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    q_scale: jax.Array,
+    k_scale: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page: jax.Array,
+    slot: jax.Array,
+    num_rows: jax.Array,
+    **params: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`rope_reference`, then k and v [T, Nkv, Dh] at their (page, slot) of [P, Nkv, Tp, Dh]."""
+    q, k, v = rope_reference(qkv, cos, sin, q_scale, k_scale, num_rows, **params)
+    return q, put(k_pages, k, page, slot), put(v_pages, v, page, slot)
 
 
 def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:

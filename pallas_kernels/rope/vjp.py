@@ -13,6 +13,7 @@ import jax
 from jax import ShapeDtypeStruct
 
 from ..differentiable import ON_GPU, backward_backend
+from ..pages import clear, take
 from ..primitive import BLOCKS, REFERENCE, define_op
 from .reference_backward import rope_gradient_reference
 
@@ -41,3 +42,22 @@ def rope_backward(
         *saved, *cotangents, num_rows, backend=backward_backend(backend), **params
     )
     return dqkv, None, None, dq_scale, dk_scale, None
+
+
+def rope_into_pages_saves(operands: Any, outputs: Any) -> tuple[Any, Any]:
+    """All operands but the pages, and no outputs."""
+    del outputs
+    return (*operands[:5], *operands[7:]), ()
+
+
+def rope_into_pages_backward(
+    operands: Any, outputs: Any, cotangents: Any, *, backend: str, **params: Any
+) -> tuple[jax.Array | None, ...]:
+    """Backward pass of `rope_into_pages`: what the store copied is copied back."""
+    *rotated, page, slot, num_rows = operands
+    dq, *dpages = cotangents
+    taken = [take(d, page, slot) for d in dpages]
+    kept = [clear(d, page, slot) for d in dpages]
+    cotangents = dq, *taken
+    gradients = rope_backward((*rotated, num_rows), outputs, cotangents, backend=backend, **params)
+    return *gradients[:-1], *kept, None, None, None

@@ -1,12 +1,16 @@
 """QK-norm and rotation references: row-invariant and accurate."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bi_jax.pallas_kernels.attention import write_pages
 from bi_jax.pallas_kernels.primitive import REFERENCE
-from bi_jax.pallas_kernels.rope import rope
+from bi_jax.pallas_kernels.ragged import RaggedBatch
+from bi_jax.pallas_kernels.rope import rope, rope_into_pages
 from bi_jax.testing import assert_batch_invariant, assert_same_bits, operands
 
 
@@ -58,3 +62,59 @@ def test_tables_that_are_not_float32_are_refused():
         rope(qkv, jnp.asarray(cos, jnp.bfloat16), sin, backend=REFERENCE)
     with pytest.raises(ValueError, match="q_scale and k_scale together"):
         rope(qkv, cos, sin, backend=REFERENCE, q_scale=jnp.ones(64, jnp.float32))
+
+
+def _into_pages(qkv, cos, sin, scale, pages, batch):
+    options = {"backend": REFERENCE, "q_scale": scale, "k_scale": scale}
+    return rope_into_pages(qkv, cos, sin, pages, pages + 1, batch, **options)
+
+
+def _apart(qkv, cos, sin, scale, pages, batch):
+    options = {"backend": REFERENCE, "q_scale": scale, "k_scale": scale}
+    q, k, v = rope(qkv, cos, sin, num_rows=batch.num_tokens, **options)
+    return q, *write_pages(pages, pages + 1, k, v, batch)
+
+
+def _paged(tokens=9, real=7):
+    qkv, cos, sin, scale = _fixture(tokens=tokens)
+    batch = RaggedBatch(
+        positions=jnp.asarray([3, 4, 5, 0, 1, 8, 9, 0, 0], jnp.int32),
+        request=jnp.asarray([0, 0, 0, 1, 1, 2, 2, 0, 0], jnp.int32),
+        query_start=jnp.asarray([0, 3, 5, 7], jnp.int32),
+        page_table=jnp.asarray([[4, 1, 0], [0, 0, 0], [5, 5, 3]], jnp.int32),
+        num_tokens=jnp.asarray(real, jnp.int32),
+    )
+    return qkv, cos, sin, scale, jnp.zeros((6, 2, 4, 64), jnp.float32), batch
+
+
+def test_storing_at_once_is_rotating_and_storing():
+    *arrays, batch = _paged()
+    arrays[0] = arrays[0].at[7:].set(jnp.nan)  # padding
+    got = jax.jit(_into_pages)(*arrays, batch)
+    for a, b in zip(got, jax.jit(_apart)(*arrays, batch), strict=True):
+        assert_same_bits(a[:7], b[:7])
+    assert not np.isnan(got[1]).any() and not np.isnan(got[2]).any()
+
+
+@pytest.mark.slow
+def test_storing_at_once_has_the_gradient_of_rotating_and_storing():
+    *arrays, batch = _paged()
+    cotangents = [
+        jnp.asarray(operands.spread(out.shape, "float32", seed=7, powers=(-3, 3)))
+        for out in jax.eval_shape(_apart, *arrays, batch)
+    ]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def pulled(op, arrays):
+        return jax.vjp(lambda *xs: op(*xs, batch), *arrays)[1](tuple(cotangents))
+
+    for a, b in zip(pulled(_into_pages, arrays), pulled(_apart, arrays), strict=True):
+        assert_same_bits(a, b)
+
+
+def test_pages_that_do_not_fit_are_refused():
+    qkv, cos, sin, _, pages, batch = _paged()
+    with pytest.raises(ValueError, match="qkv and v_pages must have one dtype"):
+        rope_into_pages(qkv, cos, sin, pages, pages.astype("bfloat16"), batch, backend=REFERENCE)
+    with pytest.raises(ValueError, match=r"k_pages must have shape \[\?, 2, \?, 64\]"):
+        rope_into_pages(qkv, cos, sin, pages[:, :1], pages, batch, backend=REFERENCE)

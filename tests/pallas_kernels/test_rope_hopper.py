@@ -5,13 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bi_jax.pallas_kernels.primitive import REFERENCE
-from bi_jax.pallas_kernels.rope import rope
-from bi_jax.pallas_kernels.rope.kernel_hopper import ROWS, Rows, kv_heads_a_tile, rope_hopper
+from bi_jax.pallas_kernels.primitive import HOPPER, REFERENCE
+from bi_jax.pallas_kernels.ragged import RaggedBatch
+from bi_jax.pallas_kernels.rope import rope, rope_into_pages
+from bi_jax.pallas_kernels.rope.kernel_hopper import rope_hopper, rope_into_pages_hopper
+from bi_jax.pallas_kernels.rope.schedule import RopeSchedule, pick_schedule
 from bi_jax.testing import assert_same_bits, operands
 
 # (KV heads, group, head size) of Llama 3.1 8B and Qwen3, SmolLM2, and Llama 2 7B.
 SHAPES = ((8, 4, 128), (3, 3, 64), (32, 1, 128))
+PAGES, PAGE = 4, 8
 
 
 def _arrays(tokens, kv_heads, group, width):
@@ -25,14 +28,40 @@ def _arrays(tokens, kv_heads, group, width):
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_interpreted_kernel_against_the_reference(normed):
-    qkv, cos, sin, scales = _arrays(2, 3, 3, 64)
-    got = rope_hopper(qkv, cos, sin, scales if normed else None, eps=1e-6, interpret=True)
+    """Two tiles, the second not full; its last token is padding and has no page."""
+    tokens, real, kv_heads = 10, 9, 2
+    qkv, cos, sin, scales = _arrays(tokens, kv_heads, 2, 64)
+    qkv = qkv.at[real:].set(jnp.nan)
+    place = jnp.asarray([*np.random.default_rng(4).permutation(PAGES * PAGE)[:real], 0], jnp.int32)
+    page, slot = place // PAGE, place % PAGE
+    page = page.at[real:].set(PAGES)
+    empty = jnp.full((PAGES, kv_heads, PAGE, 64), jnp.nan, jnp.bfloat16)
+    q, *pages = rope_into_pages_hopper(
+        *(qkv, cos, sin, tuple(scales) if normed else ()),
+        *(empty, empty, page, slot),
+        eps=1e-6,
+        schedule=RopeSchedule(kv_heads=1 + normed, queries=2 - normed),
+        interpret=True,
+    )
     options = {"q_scale": scales[0], "k_scale": scales[1]} if normed else {}
     want = rope(qkv, cos, sin, backend=REFERENCE, eps=1e-6, **options)
-    for a, b in zip(got, want, strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    k, v = (p[page[:real], :, slot[:real]] for p in pages)
+    for a, b in zip((q[:real], k, v), want, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b[:real], np.float64)
         assert np.abs(a - b).max() <= 2.0**-7 * np.abs(b).max()
-    assert_same_bits(got[2], qkv[:, :, -1])
+    assert_same_bits(v, qkv[:real, :, -1])
+    for p in pages:
+        untouched = p.at[page[:real], :, slot[:real]].set(jnp.nan)
+        assert_same_bits(untouched, empty)
+
+
+def _lowered(run, *args, donate=()):
+    jitted = jax.jit(run, donate_argnums=donate)
+    return jitted.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _spec(dims, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -40,39 +69,50 @@ def test_the_interpreted_kernel_against_the_reference(normed):
 def test_it_lowers_for_sm90(shape, normed):
     kv_heads, group, width = shape
 
-    def spec(dims, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(dims, dtype)
+    def run(qkv, cos, sin, scales):
+        q_scale, k_scale = scales if normed else (None, None)
+        return rope(qkv, cos, sin, backend=HOPPER, q_scale=q_scale, k_scale=k_scale)
 
-    args = [spec((5, kv_heads, group + 2, width))]
-    args += [spec((5, width // 2), jnp.float32)] * 2
-    args += [spec((2, width))] if normed else []
-
-    def run(qkv, cos, sin, scales=None):
-        return rope_hopper(qkv, cos, sin, scales, eps=1e-6)
-
-    text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text
+    table = _spec((70, width // 2), jnp.float32)
+    qkv, scales = _spec((70, kv_heads, group + 2, width)), (_spec((width,)),) * 2
+    assert "mosaic_gpu" in _lowered(run, qkv, table, table, scales)
 
 
-def test_tiles_hold_whole_kv_heads():
-    rows = [Rows(group=g, half=width // 2) for _, g, width in SHAPES]
-    assert [kv_heads_a_tile(n, r) for (n, _, _), r in zip(SHAPES, rows, strict=True)] == [8, 3, 16]
+def test_donated_pages_are_changed_in_place():
+    """The program that XLA is given states it; a test on a card looks for copies."""
+    tokens, requests = 8, 3
+
+    def run(qkv, cos, sin, k_pages, v_pages, batch):
+        return rope_into_pages(qkv, cos, sin, k_pages, v_pages, batch, backend=HOPPER)
+
+    def int32(*dims):
+        return _spec(dims, jnp.int32)
+
+    batch = RaggedBatch(
+        positions=int32(tokens),
+        request=int32(tokens),
+        query_start=int32(requests + 1),
+        page_table=int32(requests, 2),
+        num_tokens=int32(),
+    )
+    table, pages = _spec((tokens, 64), jnp.float32), _spec((5, 2, 64, 128))
+    args = _spec((tokens, 2, 4, 128)), table, table, pages, pages, batch
+    text = _lowered(run, *args, donate=(3, 4))
+    assert text.count("output_operand_alias<") == text.count("tf.aliasing_output") == 2
+    assert "stablehlo.scatter" not in text
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (2, 7, 64), (4, 8, 64), (1, 1, 64)])
-def test_what_tma_touches_is_aligned(shape):
-    """Head size 64 has rows of 64 bytes: a copy that began at an odd one was a device fault."""
-    kv_heads, group, width = shape
-    rows = Rows(group=group, half=width // 2)
-    row_bytes = width // 2 * 2
-    tile_heads = kv_heads_a_tile(kv_heads, rows)
-    assert 0 < tile_heads * rows.total <= ROWS
-    for i in range(tile_heads):
-        for place in (0, rows.k, rows.v):
-            assert (i * rows.total + place) * row_bytes % 128 == 0
+@pytest.mark.parametrize("tiles", [1, 4, 32, 128, 512])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 7, 64), (1, 8, 128)])
+def test_a_schedule_takes_every_head_once(tiles, shape):
+    kv_heads, group, _ = shape
+    schedule = pick_schedule(tiles=tiles, kv_heads=kv_heads, group=group)
+    assert kv_heads % schedule.kv_heads == 0 and group % schedule.queries == 0
 
 
 def test_what_does_not_fit_is_refused_by_name():
     qkv, cos, sin, _ = _arrays(2, 3, 3, 64)
-    with pytest.raises(NotImplementedError, match="got float32, head size 64, group 3"):
-        rope_hopper(qkv.astype(jnp.float32), cos, sin, None, eps=1e-6)
+    with pytest.raises(NotImplementedError, match="got float32, head size 64"):
+        rope_hopper(qkv.astype(jnp.float32), cos, sin, (), eps=1e-6)
+    with pytest.raises(ValueError, match="kv_heads=0 must be at least 1"):
+        RopeSchedule(kv_heads=0, queries=1)

@@ -1,0 +1,89 @@
+"""QK-norm, rotation and the store into pages on a card: rows, schedules, padding, no copies."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bi_jax.pallas_kernels.rope.kernel_hopper import rope_hopper, rope_into_pages_hopper
+from bi_jax.pallas_kernels.rope.schedule import RopeSchedule
+from bi_jax.testing import assert_same_bits, operands
+
+pytestmark = pytest.mark.gpu
+# (KV heads, group, head size, QK-norm) of Qwen3 8B, Llama 3.1 8B and SmolLM2.
+CASES = ((8, 4, 128, True), (8, 4, 128, False), (3, 3, 64, False), (3, 3, 64, True))
+PAGE = 64
+
+
+def _arrays(case, tokens):
+    kv_heads, group, width, normed = case
+    shape = (tokens, kv_heads, group + 2, width)
+    qkv = jnp.asarray(operands.spread(shape, "bfloat16", seed=1, powers=(-3, 3)))
+    angles = np.random.default_rng(2).uniform(0, 6.28, (tokens, width // 2))
+    cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+    scales = jnp.asarray(operands.spread((2, width), "bfloat16", seed=3, powers=(-1, 1)))
+    return qkv, cos, sin, tuple(scales) if normed else ()
+
+
+def _places(tokens, pages):
+    place = np.random.default_rng(tokens).permutation(pages * PAGE)[:tokens].astype(np.int32)
+    return jnp.asarray(place // PAGE), jnp.asarray(place % PAGE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_alone_and_among_others(case):
+    qkv, cos, sin, scales = _arrays(case, 200)
+    whole = rope_hopper(qkv, cos, sin, scales, eps=1e-6)
+    for first, count in ((0, 1), (63, 1), (64, 1), (199, 1), (1, 130)):
+        rows = slice(first, first + count)
+        alone = rope_hopper(qkv[rows], cos[rows], sin[rows], scales, eps=1e-6)
+        for a, b in zip(alone, whole, strict=True):
+            assert_same_bits(a, b[rows])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pages_hold_the_tokens_and_nothing_else_changes(case):
+    """In every schedule, with padding that holds NaN and pages that were never written."""
+    tokens, real, pages = 200, 187, 5
+    kv_heads, group, width, _ = case
+    qkv, cos, sin, scales = _arrays(case, tokens)
+    q, k, v = rope_hopper(qkv, cos, sin, scales, eps=1e-6)
+    page, slot = _places(tokens, pages)
+    page = page.at[real:].set(pages + jnp.arange(tokens - real, dtype=jnp.int32))
+    poisoned = qkv.at[real:].set(jnp.nan)
+    empty = jnp.full((pages, kv_heads, PAGE, width), jnp.nan, qkv.dtype)
+    every = ((n, g) for n in range(1, kv_heads + 1) for g in range(1, group + 1))
+    for n, g in every:
+        if kv_heads % n or group % g:
+            continue
+        got, *stored = rope_into_pages_hopper(
+            *(poisoned, cos, sin, scales, empty, empty, page, slot),
+            eps=1e-6,
+            schedule=RopeSchedule(kv_heads=n, queries=g),
+        )
+        assert_same_bits(got[:real], q[:real])
+        for new, want in zip(stored, (k, v), strict=True):
+            assert_same_bits(new[page[:real], :, slot[:real]], want[:real])
+            assert_same_bits(new.at[page[:real], :, slot[:real]].set(jnp.nan), empty)
+
+
+def test_donated_pages_are_not_copied():
+    kv_heads, _, width, _ = CASES[0]
+    tokens, pages = 64, 9
+    qkv, cos, sin, scales = _arrays(CASES[0], tokens)
+    empty = jnp.zeros((pages, kv_heads, PAGE, width), qkv.dtype)
+
+    def run(k_pages, v_pages, page, slot):
+        return rope_into_pages_hopper(qkv, cos, sin, scales, k_pages, v_pages, page, slot, eps=1e-6)
+
+    found = []
+    for donate in ((), (0, 1)):
+        compiled = jax.jit(run, donate_argnums=donate).lower(empty, empty, *_places(tokens, pages))
+        compiled = compiled.compile()
+        name = re.escape(f"bf16[{pages},{kv_heads},{PAGE},")
+        copies = re.findall(rf"= {name}\S* (?:copy|copy-start|transpose)\(", compiled.as_text())
+        found.append((len(copies), compiled.memory_analysis().alias_size_in_bytes))
+    assert found[0][0] > 0  # the control: pages that are kept
+    assert found[1] == (0, 2 * empty.nbytes)
