@@ -2,13 +2,12 @@
 
     (low, high) -> (low cos - high sin, high cos + low sin)    after the per-head RMS norm, if any
 
-A tile is one head of 64 neighbouring tokens in the registers of one warpgroup, low and high half
-apart. Order of additions of the norm: the tree over the columns of a wgmma tile, lower half plus
-upper half of the head; it follows Dh alone. The products of the rotation are rounded before they
-are added: no multiply-add is contracted.
+A tile is one head of 32 neighbouring tokens in the registers of one warpgroup, low and high half
+apart. Order of additions: `hopper_math` states that of the norm and which products of the rotation
+are rounded; it follows Dh alone.
 
-Grid: (tile of tokens, block of KV heads, part); the first part takes the block's keys and values,
-each other some of its query heads. A token whose page does not exist is padding: its key and value
+Grid: (tile of tokens, KV head, part); the first part takes the head's key and value, each other
+some of its query heads. A token whose page does not exist is padding: its key and value
 go nowhere.
 """
 
@@ -20,8 +19,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from . import hopper_rows
-from .hopper_rows import INTERPRETED_ROWS, ROWS, TILE, WIDE
+from . import hopper_math, hopper_rows
+from .hopper_rows import INTERPRETED_ROWS, ROWS
 from .schedule import RopeSchedule, pick_schedule
 from .topology import RopeTopology
 
@@ -32,35 +31,33 @@ def _body(*refs, schedule: RopeSchedule, eps: float, interpret: bool):
     qkv_gmem, cos_gmem, sin_gmem, page_gmem, slot_gmem, *rest = refs
     *scales_gmem, k_gmem, v_gmem, q_gmem = rest
     group = qkv_gmem.shape[2] - 2
-    kv_heads, queries = schedule.kv_heads, schedule.queries
     rows = hopper_rows.rows_of_tile(lax.axis_index("tile"), interpret)
-    first, part = lax.axis_index("block") * kv_heads, lax.axis_index("part")
+    kv_head, part = lax.axis_index("kv_head"), lax.axis_index("part")
     load = functools.partial(hopper_rows.load_rows, rows=rows, interpret=interpret)
     store = functools.partial(hopper_rows.store_rows, interpret=interpret)
 
-    def load_head(kv_head, head):
+    def load_head(head):
         return [load(qkv_gmem.at[:, kv_head, head, side]) for side in range(2)]
 
-    def turned(kv_head, head, angles, scale_gmem):
-        low, high = load_head(kv_head, head)
+    def turned(head, angles, scale_gmem):
+        low, high = load_head(head)
         wide = low.astype(jnp.float32), high.astype(jnp.float32)
         if scale_gmem is not None:
             wide = _normed((low, high), wide, scale_gmem, eps, interpret)
-        sides = _rounded_sums(*wide, *angles, interpret)
+        sides = hopper_math.rotated(*wide, *angles, interpret)
         return [side.astype(low.dtype) for side in sides]
 
     def take_queries():
         angles = load(cos_gmem), load(sin_gmem)
         scale_gmem = scales_gmem[0] if scales_gmem else None
 
-        @pl.loop(0, kv_heads * queries)
+        @pl.loop(0, schedule.queries)
         def _(i):
-            kv_head = first + lax.div(i, queries)
-            head = (part - 1) * queries + lax.rem(i, queries)
-            for side, values in enumerate(turned(kv_head, head, angles, scale_gmem)):
+            head = (part - 1) * schedule.queries + i
+            for side, values in enumerate(turned(head, angles, scale_gmem)):
                 store(q_gmem.at[:, kv_head, head, side], values, rows)
 
-    def take_keys_and_values():
+    def take_key_and_value():
         angles = load(cos_gmem), load(sin_gmem)
         scale_gmem = scales_gmem[1] if scales_gmem else None
         page, slot = (
@@ -68,49 +65,25 @@ def _body(*refs, schedule: RopeSchedule, eps: float, interpret: bool):
         )
         page = jnp.where(rows < qkv_gmem.shape[0], page, k_gmem.shape[0])
 
-        @pl.loop(0, kv_heads)
-        def _(i):
-            kv_head = first + i
-            value = load_head(kv_head, group + 1)
-            key = turned(kv_head, group, angles, scale_gmem)
-            for pages_gmem, sides in ((v_gmem, value), (k_gmem, key)):
-                for side, values in enumerate(sides):
-                    store(pages_gmem.at[:, kv_head, :, side], values, page, slot)
+        value, key = load_head(group + 1), turned(group, angles, scale_gmem)
+        for pages_gmem, sides in ((v_gmem, value), (k_gmem, key)):
+            for side, values in enumerate(sides):
+                store(pages_gmem.at[:, kv_head, :, side], values, page, slot)
 
-    pl.when(part == 0)(take_keys_and_values)
+    pl.when(part == 0)(take_key_and_value)
     pl.when(part > 0)(take_queries)
 
 
 def _normed(head, wide, scale_gmem, eps: float, interpret: bool):
-    """The per-head RMS norm of (low, high) [64, half], rounded once to the head's dtype."""
-    count, half = head[0].shape
-
-    def squares(side):
-        tile = plgpu.layout_cast(side, TILE).astype(jnp.float32)
-        return jnp.sum(tile * tile, axis=1)
-
-    mean = (squares(head[0]) + squares(head[1])) * (1.0 / (2 * half))
-    factor = hopper_rows.across_columns(lax.rsqrt(mean + eps), half, interpret)
+    """The per-head RMS norm of (low, high) [32, half], rounded once to the head's dtype."""
+    mean = hopper_math.mean_of_squares(*head, eps, interpret)
+    factor = hopper_rows.across_columns(lax.rsqrt(mean), head[0].shape[1], interpret)
 
     def scaled(side, values):
-        scale = hopper_rows.across_rows(scale_gmem.at[side], count)
+        scale = hopper_rows.across_rows(scale_gmem.at[side], interpret)
         return (values * factor * scale).astype(head[0].dtype).astype(jnp.float32)
 
     return scaled(0, wide[0]), scaled(1, wide[1])
-
-
-def _rounded_sums(low, high, cos, sin, interpret: bool):
-    """low cos - high sin and high cos + low sin, each product rounded to float32 first."""
-    if interpret:
-        return low * cos - high * sin, high * cos + low * sin
-    outs = (plgpu.ShapeDtypeStruct(low.shape, jnp.float32, WIDE),) * 4
-
-    @plgpu.inline_mgpu(arg_types=(WIDE,) * 4, return_type=outs)
-    def products(_, low, high, cos, sin):
-        return low * cos, high * sin, high * cos, low * sin
-
-    a, b, c, d = products(low, high, cos, sin)
-    return a - b, c + d
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "schedule", "interpret"))
@@ -164,8 +137,8 @@ def rope_into_pages_hopper(
     q = plgpu.kernel(
         functools.partial(_body, schedule=schedule, eps=eps, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((count, kv_heads, group, 2, half), qkv.dtype),
-        grid=(tiles, kv_heads // schedule.kv_heads, 1 + group // schedule.queries),
-        grid_names=("tile", "block", "part"),
+        grid=(tiles, kv_heads, 1 + group // schedule.queries),
+        grid_names=("tile", "kv_head", "part"),
         kernel_name="rope_into_pages",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(

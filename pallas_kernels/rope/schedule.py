@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-FILLED = 512  # CTAs that keep the chip busy, as a rule
+FILLED = 528  # CTAs that keep the chip busy, as a rule: 4 a multiprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,17 +10,14 @@ class RopeSchedule:
     """Heads that a CTA takes of a tile of tokens, one after the other.
 
     Attributes:
-      kv_heads: KV heads whose queries, or whose keys and values, one CTA takes.
-      queries: query heads of each of them.
+      queries: query heads of one KV head; its key and value are another CTA's.
     """
 
-    kv_heads: int
     queries: int
 
     def __post_init__(self) -> None:
-        for name in ("kv_heads", "queries"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.queries < 1:
+            raise ValueError(f"queries={self.queries} must be at least 1")
 
 
 def pick_schedule(*, tiles: int, kv_heads: int, group: int) -> RopeSchedule:
@@ -30,8 +27,6 @@ def pick_schedule(*, tiles: int, kv_heads: int, group: int) -> RopeSchedule:
       tiles: of tokens.
       kv_heads, group: Nkv and G.
     """
-    if tiles * kv_heads * 2 < FILLED:
-        return RopeSchedule(kv_heads=1, queries=1)
-    most = tiles * kv_heads * 2 // FILLED
-    divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= most]
-    return RopeSchedule(kv_heads=max(divisors), queries=group)
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    filling = [n for n in divisors if tiles * kv_heads * (1 + group // n) >= FILLED]
+    return RopeSchedule(queries=max(filling, default=1))

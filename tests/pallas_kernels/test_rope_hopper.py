@@ -40,7 +40,7 @@ def test_the_interpreted_kernel_against_the_reference(normed):
         *(qkv, cos, sin, tuple(scales) if normed else ()),
         *(empty, empty, page, slot),
         eps=1e-6,
-        schedule=RopeSchedule(kv_heads=1 + normed, queries=2 - normed),
+        schedule=RopeSchedule(queries=1 + normed),
         interpret=True,
     )
     options = {"q_scale": scales[0], "k_scale": scales[1]} if normed else {}
@@ -107,12 +107,12 @@ def test_donated_pages_are_changed_in_place():
 def test_a_schedule_takes_every_head_once(tiles, shape):
     kv_heads, group, _ = shape
     schedule = pick_schedule(tiles=tiles, kv_heads=kv_heads, group=group)
-    assert kv_heads % schedule.kv_heads == 0 and group % schedule.queries == 0
+    assert group % schedule.queries == 0
 
 
 def test_what_does_not_fit_is_refused_by_name():
     qkv, cos, sin, _ = _arrays(2, 3, 3, 64)
     with pytest.raises(NotImplementedError, match="got float32, head size 64"):
         rope_hopper(qkv.astype(jnp.float32), cos, sin, (), eps=1e-6)
-    with pytest.raises(ValueError, match="kv_heads=0 must be at least 1"):
-        RopeSchedule(kv_heads=0, queries=1)
+    with pytest.raises(ValueError, match="queries=0 must be at least 1"):
+        RopeSchedule(queries=0)
