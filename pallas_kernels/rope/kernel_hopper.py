@@ -7,8 +7,8 @@ apart. Order of additions: `hopper_math` states that of the norm and which produ
 are rounded; it follows Dh alone.
 
 Grid: (tile of tokens, KV head, part); the first part takes the head's key and value, each other
-some of its query heads. A token whose page does not exist is padding: its key and value
-go nowhere.
+some of its query heads, or one takes them all. A token whose page does not exist is padding: its
+key and value go nowhere.
 """
 
 import functools
@@ -36,10 +36,12 @@ def _body(*refs, schedule: RopeSchedule, eps: float, interpret: bool):
     load = functools.partial(hopper_rows.load_rows, rows=rows, interpret=interpret)
     store = functools.partial(hopper_rows.store_rows, interpret=interpret)
 
+    angles = load(cos_gmem), load(sin_gmem)
+
     def load_head(head):
         return [load(qkv_gmem.at[:, kv_head, head, side]) for side in range(2)]
 
-    def turned(head, angles, scale_gmem):
+    def turned(head, scale_gmem):
         low, high = load_head(head)
         wide = low.astype(jnp.float32), high.astype(jnp.float32)
         if scale_gmem is not None:
@@ -47,31 +49,33 @@ def _body(*refs, schedule: RopeSchedule, eps: float, interpret: bool):
         sides = hopper_math.rotated(*wide, *angles, interpret)
         return [side.astype(low.dtype) for side in sides]
 
-    def take_queries():
-        angles = load(cos_gmem), load(sin_gmem)
+    def take_queries(first):
         scale_gmem = scales_gmem[0] if scales_gmem else None
 
         @pl.loop(0, schedule.queries)
         def _(i):
-            head = (part - 1) * schedule.queries + i
-            for side, values in enumerate(turned(head, angles, scale_gmem)):
+            head = first + i
+            for side, values in enumerate(turned(head, scale_gmem)):
                 store(q_gmem.at[:, kv_head, head, side], values, rows)
 
     def take_key_and_value():
-        angles = load(cos_gmem), load(sin_gmem)
         scale_gmem = scales_gmem[1] if scales_gmem else None
         page, slot = (
             hopper_rows.load_numbers(ref, rows, interpret) for ref in (page_gmem, slot_gmem)
         )
         page = jnp.where(rows < qkv_gmem.shape[0], page, k_gmem.shape[0])
 
-        value, key = load_head(group + 1), turned(group, angles, scale_gmem)
+        value, key = load_head(group + 1), turned(group, scale_gmem)
         for pages_gmem, sides in ((v_gmem, value), (k_gmem, key)):
             for side, values in enumerate(sides):
                 store(pages_gmem.at[:, kv_head, :, side], values, page, slot)
 
-    pl.when(part == 0)(take_key_and_value)
-    pl.when(part > 0)(take_queries)
+    if schedule.together:
+        take_key_and_value()
+        take_queries(0)
+    else:
+        pl.when(part == 0)(take_key_and_value)
+        pl.when(part > 0)(lambda: take_queries((part - 1) * schedule.queries))
 
 
 def _normed(head, wide, scale_gmem, eps: float, interpret: bool):
@@ -137,7 +141,7 @@ def rope_into_pages_hopper(
     q = plgpu.kernel(
         functools.partial(_body, schedule=schedule, eps=eps, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((count, kv_heads, group, 2, half), qkv.dtype),
-        grid=(tiles, kv_heads, 1 + group // schedule.queries),
+        grid=(tiles, kv_heads, schedule.parts(group)),
         grid_names=("tile", "kv_head", "part"),
         kernel_name="rope_into_pages",
         interpret=plgpu.InterpretGPUParams() if interpret else None,

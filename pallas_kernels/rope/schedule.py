@@ -7,17 +7,29 @@ FILLED = 528  # CTAs that keep the chip busy, as a rule: 4 a multiprocessor
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSchedule:
-    """Heads that a CTA takes of a tile of tokens, one after the other.
+    """Heads of one KV head that a CTA takes of a tile of tokens, one after the other.
 
     Attributes:
-      queries: query heads of one KV head; its key and value are another CTA's.
+      queries: query heads.
+      together: the same CTA takes key and value too, and all query heads; else another one does.
     """
 
     queries: int
+    together: bool = False
 
     def __post_init__(self) -> None:
         if self.queries < 1:
             raise ValueError(f"queries={self.queries} must be at least 1")
+
+    def parts(self, group: int) -> int:
+        """CTAs that share a tile's G query heads of a KV head, its key and its value.
+
+        Raises:
+          ValueError: they would not take every head once.
+        """
+        if group % self.queries or (self.together and self.queries != group):
+            raise ValueError(f"{self} does not divide {group} query heads")
+        return 1 if self.together else 1 + group // self.queries
 
 
 def pick_schedule(*, tiles: int, kv_heads: int, group: int) -> RopeSchedule:

@@ -54,11 +54,12 @@ def test_pages_hold_the_tokens_and_nothing_else_changes(case):
     page = page.at[real:].set(pages + jnp.arange(tokens - real, dtype=jnp.int32))
     poisoned = qkv.at[real:].set(jnp.nan)
     empty = jnp.full((pages, kv_heads, PAGE, width), jnp.nan, qkv.dtype)
-    for queries in (n for n in range(1, group + 1) if group % n == 0):
+    schedules = [RopeSchedule(queries=n) for n in range(1, group + 1) if group % n == 0]
+    for schedule in (*schedules, RopeSchedule(queries=group, together=True)):
         got, *stored = rope_into_pages_hopper(
             *(poisoned, cos, sin, scales, empty, empty, page, slot),
             eps=1e-6,
-            schedule=RopeSchedule(queries=queries),
+            schedule=schedule,
         )
         assert_same_bits(got[:real], q[:real])
         for new, want in zip(stored, (k, v), strict=True):

@@ -40,7 +40,7 @@ def test_the_interpreted_kernel_against_the_reference(normed):
         *(qkv, cos, sin, tuple(scales) if normed else ()),
         *(empty, empty, page, slot),
         eps=1e-6,
-        schedule=RopeSchedule(queries=1 + normed),
+        schedule=RopeSchedule(queries=1 + normed, together=normed),
         interpret=True,
     )
     options = {"q_scale": scales[0], "k_scale": scales[1]} if normed else {}
@@ -107,7 +107,7 @@ def test_donated_pages_are_changed_in_place():
 def test_a_schedule_takes_every_head_once(tiles, shape):
     kv_heads, group, _ = shape
     schedule = pick_schedule(tiles=tiles, kv_heads=kv_heads, group=group)
-    assert group % schedule.queries == 0
+    assert schedule.parts(group) == (1 if schedule.together else 1 + group // schedule.queries)
 
 
 def test_what_does_not_fit_is_refused_by_name():
@@ -116,3 +116,6 @@ def test_what_does_not_fit_is_refused_by_name():
         rope_hopper(qkv.astype(jnp.float32), cos, sin, (), eps=1e-6)
     with pytest.raises(ValueError, match="queries=0 must be at least 1"):
         RopeSchedule(queries=0)
+    for wrong in (RopeSchedule(queries=2), RopeSchedule(queries=1, together=True)):
+        with pytest.raises(ValueError, match="does not divide 3 query heads"):
+            wrong.parts(3)
