@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-FILLED = 528  # CTAs that keep the chip busy, as a rule: 4 a multiprocessor
+FILLED = 512  # CTAs that keep the chip busy, as a rule: about 4 a multiprocessor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ def pick_schedule(*, tiles: int, kv_heads: int, group: int) -> RopeSchedule:
       tiles: of tokens.
       kv_heads, group: Nkv and G.
     """
+    if tiles * kv_heads >= FILLED:
+        return RopeSchedule(queries=group, together=True)
     divisors = [n for n in range(1, group + 1) if group % n == 0]
-    filling = [n for n in divisors if tiles * kv_heads * (1 + group // n) >= FILLED]
+    filling = [n for n in divisors if tiles * kv_heads * (1 + group // n) > FILLED]
     return RopeSchedule(queries=max(filling, default=1))

@@ -64,7 +64,9 @@ def test_pages_hold_the_tokens_and_nothing_else_changes(case):
         assert_same_bits(got[:real], q[:real])
         for new, want in zip(stored, (k, v), strict=True):
             assert_same_bits(new[page[:real], :, slot[:real]], want[:real])
-            assert_same_bits(new.at[page[:real], :, slot[:real]].set(jnp.nan), empty)
+            rest = np.array(new)  # on the host: a device may write another NaN
+            rest[page[:real], :, slot[:real]] = np.asarray(empty)[0, 0, 0, 0]
+            assert_same_bits(rest, empty)
 
 
 def test_donated_pages_are_not_copied():
