@@ -3,9 +3,9 @@
     m = max over s of lse[s]          w[s] = exp2((lse[s] - m) * log2(e))
     o = (sum over s of w[s] o[s]) / (sum over s of w[s])        lse = m + log(sum over s of w[s])
 
-s is every range of `kv_split` keys in which the query sees some, ascending; each is added to o by one
-fused multiply-add, and ranges that it does not see add exact zeros. Both follow the query's position,
-the window and kv_split alone. Grid: (token, query head).
+s is every range of `kv_split` keys in which the query sees some, ascending; each is added to o by
+one fused multiply-add, and ranges that it does not see add exact zeros. Both follow the query's
+position, the window and kv_split alone. Grid: (token, query head).
 """
 
 import functools
