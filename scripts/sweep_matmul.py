@@ -124,8 +124,7 @@ def sweep_programs() -> list[bench.Program]:
         rows = bench.bucket(m)
         programs[new(m=m)] = None
         current = schedule_for(rows, n, k, parts=parts, out_dtype=out)
-        programs[new(m=rows, schedule=current)] = None
-        for s in schedules:
+        for s in [current, *both(current), *schedules]:
             depth = fitted(s, parts, 4 if out == "float32" else 2)
             programs[new(m=rows, schedule=depth)] = None
     found = list(programs)

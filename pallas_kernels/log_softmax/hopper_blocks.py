@@ -106,12 +106,16 @@ def walk_blocks(
     segment,
     blocks_a_cta: int,
     vocabulary: Vocabulary,
-    visit: Callable[[Block], None],
+    visitor: Callable[[], Callable[[Block], None]],
 ) -> None:
-    """Visits the segment's blocks in ascending order, each loaded while the one before is used."""
+    """Visits the segment's blocks in ascending order, each loaded while the one before is used.
+
+    visitor: makes the function that visits, while the first block is on its way.
+    """
     first = segment * blocks_a_cta
     last = jnp.minimum(first + blocks_a_cta, vocabulary.blocks) - 1
     values = load_values(logits_gmem, row, first, vocabulary)
+    visit = visitor()
 
     def step(index, values):
         following = load_values(logits_gmem, row, index + 1, vocabulary)
@@ -169,8 +173,8 @@ def row_top(maxima):
     return jnp.where(top == 0.0, 0.0, top)
 
 
-def compiler_params() -> plgpu.CompilerParams:
-    return plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES)
+def compiler_params(**options: Any) -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(reduction_scratch_bytes=REDUCTION_SCRATCH_BYTES, **options)
 
 
 def interpret_params(interpret: Interpret) -> plgpu.InterpretGPUParams | None:

@@ -42,7 +42,9 @@ def _body(*refs, vocabulary: Vocabulary, schedule: Schedule, with_sums: bool):
             if with_sums:
                 sums_gmem[0][row, block.index] = sum_of_exponentials(x, top, inverse)
 
-        blocks.walk_blocks(logits_gmem, row, segment, schedule.blocks_a_cta, vocabulary, visit)
+        blocks.walk_blocks(
+            logits_gmem, row, segment, schedule.blocks_a_cta, vocabulary, lambda: visit
+        )
 
 
 def sum_of_exponentials(x, top, inverse):

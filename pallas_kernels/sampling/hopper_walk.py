@@ -21,6 +21,7 @@ from ..log_softmax.hopper_blocks import I32, PLACE_LAYOUT, PLACES, Block, Vocabu
 from ..log_softmax.kernel_hopper import log_probability, log_sum_exp, merge_blocks
 from . import wide
 from .hopper_weights import add_up, limbs_of
+from .threefry import threefry2x32
 
 U32 = jnp.uint32
 
@@ -42,33 +43,39 @@ class Row:
         size = self.vocabulary.block
         return jnp.minimum(index * size, self.vocabulary.size - size)
 
-    def strip(self, index, strip) -> Block:
-        """PLACES columns of a block."""
-        start = self.first_column(index) + strip * PLACES
-        values = _load_places(self.gmem.logits.at[self.index, pl.ds(start, PLACES)])
-        ids = start + plgpu.broadcasted_iota(I32, (PLACES,), 0, layout=PLACE_LAYOUT)
-        whole = self.vocabulary.size % self.vocabulary.block == 0
-        return Block(values, ids, None if whole else ids < index * self.vocabulary.block, index)
-
-    def limbs(self, block: Block):
-        """The two limbs of the weights of a block's columns."""
-        gmem, r = self.gmem, self.index
-        cut = gmem.cut_value[r], gmem.cut_id[r]
-        return limbs_of(block, self.top, gmem.inverse[r], *cut, self.vocabulary)
-
     def block(self, index) -> Block:
         values = blocks.load_values(self.gmem.logits, self.index, index, self.vocabulary)
         return blocks.as_block(values, index, self.vocabulary)
 
 
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """What a draw needs of its row, loaded while the maximum is found."""
+
+    high: jax.Array
+    low: jax.Array
+    key: tuple[jax.Array, jax.Array]
+    cut: tuple[jax.Array, jax.Array]
+
+    @classmethod
+    def load(cls, gmem, r, vocabulary: Vocabulary) -> "Draw":
+        high, low = (
+            blocks.load_places(ref, r, U32(0), vocabulary) for ref in (gmem.high, gmem.low)
+        )
+        key = gmem.key_words[r, 0], gmem.key_words[r, 1]
+        return cls(high, low, key, (gmem.cut_value[r], gmem.cut_id[r]))
+
+
 def _body(*refs, names: tuple[str, ...], vocabulary: Vocabulary, vocab_size: int):
-    *refs, sums = refs
+    *refs, sums, limbs = refs
     gmem = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
     index = lax.axis_index("row")
 
     @pl.when(index < gmem.num_rows[0])
     def _choose():
         maxima = blocks.load_places(gmem.maxima, index, -jnp.inf, vocabulary)
+        inverse = gmem.inverse[index]
+        draw = Draw.load(gmem, index, vocabulary) if hasattr(gmem, "high") else None
         row = Row(index, gmem, maxima, blocks.row_top(maxima), vocabulary)
         # Comparisons are false for a NaN.
         good = (row.top < jnp.inf) & (row.top > -jnp.inf)
@@ -77,9 +84,9 @@ def _body(*refs, names: tuple[str, ...], vocabulary: Vocabulary, vocab_size: int
             return first_at_top(row)
 
         def choose():
-            if not hasattr(gmem, "bits"):
+            if draw is None:
                 return greedy()
-            return lax.cond(gmem.inverse[index] > 0.0, lambda: drawn(row, sums), greedy)
+            return lax.cond(inverse > 0.0, lambda: drawn(row, draw, inverse, sums, limbs), greedy)
 
         token = lax.cond(good, choose, lambda: I32(0))
         if hasattr(gmem, "given"):
@@ -91,12 +98,14 @@ def _body(*refs, names: tuple[str, ...], vocabulary: Vocabulary, vocab_size: int
             score(token, row, vocab_size)
 
 
-def drawn(row: Row, sums):
-    """The token that the row's 64 random bits choose."""
-    gmem, r = row.gmem, row.index
-    high, low = row.places("high", U32(0)), row.places("low", U32(0))
-    index, rest = find_block(high, low, (gmem.bits[r, 0], gmem.bits[r, 1]), sums)
-    return find_column(row.limbs(row.block(index)), rest, index, row, sums)
+def drawn(row: Row, draw: Draw, inverse, sums, limbs):
+    """The token that the row's key chooses; `sums` and `limbs` are shared memory to work in."""
+    bits = threefry2x32(*draw.key, U32(0), U32(0))
+    index, rest = find_block(draw.high, draw.low, bits, sums)
+    values = limbs_of(row.block(index), row.top, inverse, *draw.cut, row.vocabulary)
+    for limb, value in enumerate(values):
+        limbs[limb] = value
+    return row.first_column(index) + find_column(values, rest, row.vocabulary, sums, limbs)
 
 
 def score(token, row: Row, vocab_size: int):
@@ -130,24 +139,25 @@ def find_block(high, low, bits: wide.Wide, sums):
     return index, wide.subtract(threshold, _sum_before(index, sums))
 
 
-def find_column(limbs, rest: wide.Wide, index, row: Row, sums):
-    """The first id of the block whose running sum exceeds `rest`: first the strip, then the lane.
+def find_column(values, rest: wide.Wide, vocabulary: Vocabulary, sums, limbs):
+    """The first column of the block whose running sum exceeds `rest`: its strip, then its lane.
 
-    limbs: uint32 [block], of the block's weights; a strip is PLACES columns.
+    values: uint32 [block], the limbs of the block's weights, which also stand in `limbs`. A strip
+    is PLACES columns.
     """
-    vocabulary = row.vocabulary
     place = plgpu.broadcasted_iota(I32, (vocabulary.block,), 0, layout=vocabulary.layout)
-    zero = jnp.zeros_like(limbs[0])
+    zero = jnp.zeros_like(values[0])
 
     def before(strip) -> wide.Wide:
         within = place < strip * PLACES
-        high, low = (add_up(jnp.where(within, limb, zero)) for limb in limbs)
-        return weight_of(high, low)
+        return weight_of(*(add_up(jnp.where(within, limb, zero)) for limb in values))
 
     strip = _halving(vocabulary.block // PLACES, before, rest)
     rest = wide.subtract(rest, before(strip))
-    upto = running_sums(*row.limbs(row.strip(index, strip)), sums)
-    return row.first_column(index) + strip * PLACES + _passed(upto, rest)
+    plgpu.commit_smem()
+    columns = pl.ds(strip * PLACES, PLACES)
+    upto = running_sums(*(_load_places(limbs.at[n, columns]) for n in range(2)), sums)
+    return strip * PLACES + _passed(upto, rest)
 
 
 def _halving(count: int, before, threshold: wide.Wide):
@@ -231,7 +241,7 @@ def pick_token(
 
     Args:
       arrays: always logits [R, V], inverse and cut_value float32 [R], cut_id int32 [R], num_rows
-        int32 [1], maxima float32 [R, PLACES]; for a draw also bits uint32 [R, 2], and high and
+        int32 [1], maxima float32 [R, PLACES]; for a draw also key_words uint32 [R, 2], and high and
         low uint32 [R, PLACES], the sums of the limbs; for a score also sums float32 [R, PLACES],
         and score_inverse, score_cut_value float32 [R] and score_cut_id int32 [R]; for tokens that
         are not chosen but given also given int32 [R], below 0 where the token is chosen.
@@ -254,8 +264,11 @@ def pick_token(
         out_type=tuple(jax.ShapeDtypeStruct((rows,), dtype) for dtype in outs.values()),
         grid=(rows,),
         grid_names=("row",),
-        scratch_types=[plgpu.SMEM((2, 2, 2 * PLACES), U32)],
-        compiler_params=blocks.compiler_params(),
+        scratch_types=[
+            plgpu.SMEM((2, 2, 2 * PLACES), U32),
+            plgpu.SMEM((2, vocabulary.block), U32),
+        ],
+        compiler_params=blocks.compiler_params(unsafe_no_auto_barriers=True),
         kernel_name="choose_token",
         interpret=blocks.interpret_params(interpret),
     )

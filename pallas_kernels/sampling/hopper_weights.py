@@ -101,15 +101,18 @@ def _body(*refs, rows: int, vocabulary: Vocabulary, schedule: Schedule):
 
     @pl.when((row < num_rows_gmem[0]) & (inverse > 0.0))
     def _weigh():
-        cut = cut_value_gmem[row], cut_id_gmem[row]
-        top = blocks.row_top(blocks.load_places(maxima_gmem, row, -jnp.inf, vocabulary))
+        def visitor():
+            cut = cut_value_gmem[row], cut_id_gmem[row]
+            top = blocks.row_top(blocks.load_places(maxima_gmem, row, -jnp.inf, vocabulary))
 
-        def visit(block: Block):
-            high, low = limb_sums(likelihoods(block, top, inverse, *cut, vocabulary))
-            high_gmem[row, block.index] = high
-            low_gmem[row, block.index] = low
+            def visit(block: Block):
+                high, low = limb_sums(likelihoods(block, top, inverse, *cut, vocabulary))
+                high_gmem[row, block.index] = high
+                low_gmem[row, block.index] = low
 
-        blocks.walk_blocks(logits_gmem, row, segment, schedule.blocks_a_cta, vocabulary, visit)
+            return visit
+
+        blocks.walk_blocks(logits_gmem, row, segment, schedule.blocks_a_cta, vocabulary, visitor)
 
 
 @functools.partial(jax.jit, static_argnames=("vocabulary", "schedule", "interpret"))
@@ -139,7 +142,9 @@ def block_weights(
         out_type=(out, out),
         grid=(segments, rows),
         grid_names=("segment", "row"),
-        compiler_params=blocks.compiler_params(),
+        # exp2's fast form differs below 2^-126 only, where the weight is 0 either way; and nothing
+        # that one thread writes is read by another.
+        compiler_params=blocks.compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="token_weights",
         interpret=blocks.interpret_params(interpret),
     )(logits, inv_temperature, cut_value, cut_id, num_rows, maxima)

@@ -20,7 +20,6 @@ from ..log_softmax.hopper_summary import block_summary
 from ..log_softmax.schedule import Schedule, schedule_for
 from .hopper_walk import pick_token
 from .hopper_weights import block_weights
-from .threefry import threefry2x32
 from .topology import SamplingTopology
 
 
@@ -100,9 +99,7 @@ def _weight_arrays(
     high, low = block_weights(
         *arrays.values(), vocabulary=vocabulary, schedule=schedule, interpret=interpret
     )
-    zero = jnp.zeros_like(key_words[:, 0])
-    bits = jnp.stack(threefry2x32(key_words[:, 0], key_words[:, 1], zero, zero), axis=1)
-    return {"bits": bits, "high": high, "low": low}
+    return {"key_words": key_words, "high": high, "low": low}
 
 
 def choose_and_score_hopper(

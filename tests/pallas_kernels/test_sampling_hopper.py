@@ -25,6 +25,7 @@ from bi_jax.pallas_kernels.sampling.kernel_hopper import (
     choose_and_score_hopper,
     choose_token_hopper,
 )
+from bi_jax.pallas_kernels.sampling.threefry import threefry2x32
 from bi_jax.testing import assert_same_bits
 
 V = 1100  # five blocks of 256, the last one short
@@ -139,9 +140,9 @@ def test_limbs_are_those_of_the_definition():
             assert sums == [total >> 20, total & (2**20 - 1)]
 
 
-@pytest.mark.parametrize("bits", [0, 2**32 - 1, 0x9E3779B9])
-def test_the_walk_over_given_integers(bits):
-    """Block sums and random bits of our choice; the logits' weights are exp(0) and exp(-inf)."""
+@pytest.mark.parametrize("key", [5, 3, 2])  # they draw the first, the third and the last
+def test_the_walk_over_given_integers(key):
+    """Block sums and a key of our choice; the logits' weights are exp(0) and exp(-inf)."""
     logits = np.full((1, V), -np.inf, np.float32)
     alive = [3, 255, 256, 1023, 1099]
     logits[0, alive] = 0.0
@@ -154,7 +155,7 @@ def test_the_walk_over_given_integers(bits):
         "cut_id": np.full(1, V, np.int32),
         "num_rows": np.ones(1, np.int32),
         "maxima": np.zeros((1, 128), np.float32),
-        "bits": np.full((1, 2), bits, np.uint32),
+        "key_words": np.full((1, 2), key, np.uint32),
         "high": high,
         "low": np.zeros_like(high),
     }
@@ -164,7 +165,9 @@ def test_the_walk_over_given_integers(bits):
         vocab_size=V,
         interpret=True,
     )
-    word = (bits << 32) + bits
+    words = threefry2x32(*np.full((2, 1), key, np.uint32), *np.zeros((2, 1), np.uint32))
+    upper, lower = (int(word[0]) for word in words)
+    word = (upper << 32) + lower
     assert not bad[0] and token[0] == alive[(word * len(alive)) >> 64]
 
 
