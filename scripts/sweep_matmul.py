@@ -128,7 +128,7 @@ def sweep_programs() -> list[bench.Program]:
             depth = fitted(s, parts, 4 if out == "float32" else 2)
             programs[new(m=rows, schedule=depth)] = None
     found = list(programs)
-    return found + bench.proof_programs(found)
+    return bench.proof_programs(found) + found
 
 
 def watched_run(folder: pathlib.Path, out: pathlib.Path, budget: float) -> str | None:
