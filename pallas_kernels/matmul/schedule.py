@@ -244,7 +244,7 @@ def schedule_for(
     for limit, schedule in TUNED.get((n, k, parts), ()):
         if rows <= limit:
             return with_room(schedule, parts, out_dtype)
-    return _rule(rows, n, k, parts)
+    return with_room(_rule(rows, n, k, parts), parts, out_dtype)
 
 
 FEW_ROWS = 64
@@ -305,6 +305,10 @@ def _rule(rows: int, n: int, k: int, parts: int) -> Schedule:
         even = cdiv(cdiv(n * parts, SMS), 16 * parts) * 16
         tile_n = even if even * parts <= 64 else 128 // parts
         return normal_schedule(64, tile_n, parts=parts, k=k, tile_k=128)
+    if 256 < rows <= 272 and parts == 1 and n % 64 == 0:
+        warpgroups = 1 if 2 * n // 64 <= SMS else 2
+        s = fitted(_swapped(136, 64 * warpgroups, warpgroups, stages=2), parts)
+        return dataclasses.replace(s, stages=max(2, min(s.stages, cdiv(k, s.tile_k))))
     sizes = ((256, 192), (128, 256), (128, 128), (64, 128), (64, 64))
     for tile_m, width in sizes:
         if cdiv(rows, tile_m) * cdiv(n * parts, width) >= SMS * 5 // 6:
