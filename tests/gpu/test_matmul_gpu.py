@@ -1,5 +1,7 @@
 """The Hopper matmul's bits on the chip: every schedule, every row count, every row's place."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,12 @@ def product(x, w, schedule, out_dtype="float32") -> np.ndarray:
     return np.asarray(y)
 
 
+def products(x, w, found) -> list[np.ndarray]:
+    """One for each schedule, compiled side by side."""
+    with ThreadPoolExecutor(12) as pool:
+        return list(pool.map(lambda schedule: product(x, w, schedule), found))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_schedule_gives_the_same_float32_bits(dtype, parts):
@@ -47,9 +55,10 @@ def test_every_schedule_gives_the_same_float32_bits(dtype, parts):
     w = spread(1, *((2,) if parts == 2 else ()), N, K, dtype=dtype)
     found = [with_room(s, parts, "float32") for p, s in schedules() if p == parts]
     found.sort(key=repr)
-    first = product(x, w, found[0])
-    for schedule in [*found[1:], *([SWAPPED] if parts == 1 else [])]:
-        assert product(x, w, schedule).tobytes() == first.tobytes(), schedule
+    found += [SWAPPED] if parts == 1 else []
+    first, *others = products(x, w, found)
+    for schedule, other in zip(found[1:], others, strict=True):
+        assert other.tobytes() == first.tobytes(), schedule
     # Controls: the other direction along K, and K in two halves, are seen on this very fixture.
     assert product(x[:, ::-1], w[..., ::-1], found[0]).tobytes() != first.tobytes()
     if parts == 1:
