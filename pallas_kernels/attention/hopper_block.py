@@ -8,7 +8,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .hopper_math import ROW, TILE, fused_multiply_add, rows_to_tile
+from .hopper_math import (
+    TILE,
+    first_half,
+    fused_multiply_add,
+    rows_to_tile,
+    sum_rows,
+    with_first_half,
+)
 from .hopper_problem import I32, Cta
 from .schedule import WARPGROUP_ROWS
 
@@ -37,7 +44,7 @@ def issue_scores(s_ref, slot, wg, cta: Cta):
 
 
 def first_scores(slot, wg, cta: Cta):
-    """s = q k^T float32[64, kv_block] of an item's first block."""
+    """s = q k^T float32[rows, kv_block] of an item's first block."""
 
     def score(s_ref):
         issue_scores(s_ref, slot, wg, cta)
@@ -45,17 +52,38 @@ def first_scores(slot, wg, cta: Cta):
         return s_ref[...]
 
     await_turn(wg, cta)
-    s = pl.run_scoped(score, score_accumulator(cta))
+    s = own_rows(pl.run_scoped(score, score_accumulator(cta)), cta)
     plgpu.barrier_arrive(cta.memory.k_consumed.at[slot])
     return s
+
+
+def own_rows(x, cta: Cta):
+    """The rows of a [64, n] accumulator that the softmax is done for."""
+    return first_half(x, interpret=cta.interpret) if cta.schedule.half_rows else x
+
+
+def scale_rows(acc, factor, cta: Cta):
+    """acc [64, n] times float32[rows]; rows that hold no query may stay as they are."""
+    scaled = own_rows(acc, cta) * rows_to_tile(factor, acc.shape[1], layout=cta.tile)
+    if not cta.schedule.half_rows:
+        return scaled
+    return with_first_half(acc, scaled, interpret=cta.interpret)
+
+
+def row_operand(p, cta: Cta):
+    """p [rows, n] as the left operand [64, n] of a product: rows that hold no query are zero."""
+    if not cta.schedule.half_rows:
+        return p
+    zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, p.shape[1]), p.dtype), TILE)
+    return with_first_half(zeros, p, interpret=cta.interpret)
 
 
 def mask_scores(s, block, position, cta: Cta):
     """-inf where a key lies behind its query or before the window; row 0 stands at `position`."""
     problem = cta.problem
-    row = plgpu.broadcasted_iota(I32, s.shape, 0, layout=TILE)
-    column = plgpu.broadcasted_iota(I32, s.shape, 1, layout=TILE)
-    query = position + (row & (problem.tokens - 1))
+    row = plgpu.broadcasted_iota(I32, s.shape, 0, layout=cta.tile)
+    column = plgpu.broadcasted_iota(I32, s.shape, 1, layout=cta.tile)
+    query = position + (row & (cta.row_of(1, 0) - 1))
     key = block * problem.kv_block + column
     seen = key <= query
     if problem.window is not None:
@@ -70,10 +98,12 @@ def softmax_step(s, state, cta: Cta):
     c, fma = problem.log2_scale, functools.partial(fused_multiply_add, interpret=problem.interpret)
     new_m = jnp.maximum(m, s.max(axis=1) * c)
     alpha = jnp.exp2(m - new_m)
-    e = jnp.exp2(fma(s, c, rows_to_tile(-new_m, problem.kv_block), layout=TILE))
-    acc *= rows_to_tile(alpha, problem.head_dim)
+    least = rows_to_tile(-new_m, problem.kv_block, layout=cta.tile)
+    e = jnp.exp2(fma(s, c, least, layout=cta.tile))
+    acc = scale_rows(acc, alpha, cta)
     p = e.astype(problem.dtype)
-    total = fma(total, alpha, e.sum(axis=1), layout=ROW)
+    row_sum = sum_rows(e, half=cta.schedule.half_rows, interpret=problem.interpret)
+    total = fma(total, alpha, row_sum, layout=cta.row)
     acc, total, new_m, p = lax.optimization_barrier((acc, total, new_m, p))
     return p, (acc, new_m, total)
 
@@ -102,7 +132,7 @@ def zero_tail(v_ref, valid):
 
 def accumulate(acc, p, slot, wg, cta: Cta, *, zero_tail_of=None):
     """acc + p v, waited for; zero_tail_of = (context, block) for an item's last block."""
-    mem = cta.memory
+    mem, p = cta.memory, row_operand(p, cta)
     plgpu.barrier_wait(mem.v_loaded.at[slot])
     await_turn(wg, cta)
     if zero_tail_of is not None:
@@ -125,7 +155,7 @@ def accumulate_and_score(acc, p, slot, next_slot, wg, cta: Cta):
     """(acc + p v, the next block's scores), started together and waited for."""
     if cta.problem.interpret:
         return accumulate(acc, p, slot, wg, cta), first_scores(next_slot, wg, cta)
-    mem = cta.memory
+    mem, p = cta.memory, row_operand(p, cta)
 
     def issue(refs):
         acc_ref, s_ref = refs
@@ -140,7 +170,7 @@ def accumulate_and_score(acc, p, slot, next_slot, wg, cta: Cta):
     acc, s = pl.run_state(issue)(refs)
     plgpu.barrier_arrive(mem.v_consumed.at[slot])
     plgpu.barrier_arrive(mem.k_consumed.at[next_slot])
-    return acc, s
+    return acc, own_rows(s, cta)
 
 
 def softmax_under_scores(s, state, next_slot, wg, cta: Cta):
@@ -153,7 +183,7 @@ def softmax_under_scores(s, state, next_slot, wg, cta: Cta):
 
     p, new_state, scores = pl.run_scoped(overlap, score_accumulator(cta))
     plgpu.barrier_arrive(cta.memory.k_consumed.at[next_slot])
-    return p, new_state, scores
+    return p, new_state, own_rows(scores, cta)
 
 
 def _interpreted_product(p, v_ref, p_smem) -> jax.Array:

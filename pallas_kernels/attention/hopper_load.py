@@ -1,5 +1,7 @@
 """The loader warpgroup of the Hopper attention kernel: TMA copies of queries and pages."""
 
+import dataclasses
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -17,16 +19,13 @@ def load_items(refs, cta: Cta):
     """
     q_gmem, k_gmem, v_gmem, tiles_gmem, count_gmem, pages_gmem = refs
     mem, stages = cta.memory, cta.schedule.stages
+    first = read_item(tiles_gmem, I32(0), cta)  # while the count is on its way
+    rounds = count_rounds(count_gmem, cta)
 
-    def load_item(turn, step):
-        item = read_item(tiles_gmem, turn, cta)
+    def load_item(turn, carry):
+        step, item = carry[0], Item(*carry[1:])
+        following = read_item(tiles_gmem, jnp.minimum(turn + 1, rounds - 1), cta)
         lo, hi = block_range(item, cta.problem)
-
-        @pl.when(turn > 0)
-        def _():
-            plgpu.barrier_wait(mem.q_consumed)
-
-        load_queries(q_gmem, item, cta)
 
         def load_block(block, step):
             slot = lax.rem(step, I32(stages))
@@ -40,13 +39,29 @@ def load_items(refs, cta: Cta):
                 def _(consumed=consumed):
                     plgpu.barrier_wait(consumed.at[slot])
 
-                load_pages(source, pages, target.at[slot], loaded.at[slot], item, cta)
+                columns = None
+                if source is v_gmem and cta.schedule.columns > 1:
+                    start = pl.multiple_of(item.part * cta.columns, cta.columns)
+                    columns = pl.ds(start, cta.columns)
+                load_pages(source, pages, target.at[slot], loaded.at[slot], columns, item, cta)
             return step + 1
 
-        return lax.fori_loop(lo, hi, load_block, step)
+        # A later item's first blocks come before its queries, whose room is taken until the item
+        # before is nearly done, so that the memory never idles between items. One slot is left:
+        # the queries must not wait for the last block of the item before.
+        pl.when(turn == 0)(lambda: load_queries(q_gmem, item, cta))
+        ahead = jnp.where(turn > 0, jnp.minimum(lo + (stages - 1), hi), lo)
+        step = lax.fori_loop(lo, ahead, load_block, step)
 
-    rounds = count_rounds(count_gmem, cta)
-    steps = lax.fori_loop(I32(0), rounds, load_item, I32(0))
+        @pl.when(turn > 0)
+        def _():
+            plgpu.barrier_wait(mem.q_consumed)
+            load_queries(q_gmem, item, cta)
+
+        step = lax.fori_loop(ahead, hi, load_block, step)
+        return step, *_fields(following)
+
+    steps, *_ = lax.fori_loop(I32(0), rounds, load_item, (I32(0), *_fields(first)))
 
     @pl.loop(I32(0), jnp.minimum(steps, stages))
     def _drain(slot):  # every completed phase is seen before the barriers go
@@ -56,6 +71,10 @@ def load_items(refs, cta: Cta):
     @pl.when(rounds > 0)
     def _():
         plgpu.barrier_wait(mem.q_consumed)
+
+
+def _fields(item: Item) -> tuple:
+    return tuple(getattr(item, field.name) for field in dataclasses.fields(item))
 
 
 def load_queries(q_gmem, item: Item, cta: Cta):
@@ -85,11 +104,13 @@ def find_pages(pages_gmem, item: Item, block, cta: Cta):
     return found
 
 
-def load_pages(source, pages, target, loaded, item: Item, cta: Cta):
-    """Copies one KV block's keys or values."""
+def load_pages(source, pages, target, loaded, columns, item: Item, cta: Cta):
+    """Copies one KV block's keys or values, all columns or a slice of them."""
     rows = cta.problem.rows_a_copy
     for i, (page, row) in enumerate(pages):
         place = source.at[page, item.head]
         if cta.problem.page_size > rows:
             place = place.at[pl.ds(pl.multiple_of(row, rows), rows)]
+        if columns is not None:
+            place = place.at[:, columns]
         plgpu.copy_gmem_to_smem(place, target.at[pl.ds(i * rows, rows)], loaded)

@@ -10,6 +10,7 @@ import math
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray, Tiling
 from jax.extend.mlir.dialects import arith as mlir_arith
 from jax.extend.mlir.dialects import math as mlir_math
 
@@ -21,6 +22,12 @@ LOWEST = float(
 
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
+# The first eight of the sixteen rows that a warp holds of TILE: [32, n] where TILE is [64, n].
+HALF_TILE = plgpu.Layout.TILED(
+    Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
+HALF_ROW = HALF_TILE.reduce(1)
+WARP_ROWS, HALF_AXIS = 16, 4  # rows a warp; axis of TILE's registers that numbers its two halves
 
 
 def fused_multiply_add(a, b, c, *, layout, interpret: object):
@@ -64,18 +71,81 @@ def splat(value: float, ty):
     return mlir_arith.constant(ty, ir.FloatAttr.get(ty, value))
 
 
-def rows_to_tile(x, width: int):
-    """float32[64] -> float32[64, width], a row's value in every column."""
-    return jax.lax.broadcast_in_dim(x, (x.shape[0], width), [0])
+def rows_to_tile(x, width: int, *, layout=TILE):
+    """float32[rows] -> float32[rows, width], a row's value in every column."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (x.shape[0], width), [0]), layout)
 
 
-def store_plain(ref, x, *, interpret: object):
+def sum_rows(x, *, half: bool, interpret: object):
+    """float32[rows, n] -> float32[rows], in one fixed order of columns whatever the layout.
+
+    A thread adds the pairs of columns it holds to two sums, even and odd pairs, adds these, then
+    the two of a pair, then those of its neighbours. Mosaic has as many sums as `acc_ilp` says for
+    the rows that a thread holds together, which are two in TILE and one in HALF_TILE.
+    """
+    if not half or interpret:
+        return x.sum(axis=1)
+    result = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, HALF_ROW)
+
+    @plgpu.inline_mgpu(arg_types=(HALF_TILE,), return_type=result)
+    def add(_, x):
+        return x.reduce("add", 1, acc_ilp=4)
+
+    return add(x)
+
+
+def first_half(x, *, interpret: object):
+    """The first eight rows of each warp: [64, n] in TILE -> [32, n] in HALF_TILE."""
+    if interpret:
+        return x.reshape(-1, WARP_ROWS, x.shape[1])[:, : WARP_ROWS // 2].reshape(-1, x.shape[1])
+    result = plgpu.ShapeDtypeStruct((x.shape[0] // 2, x.shape[1]), x.dtype, HALF_TILE)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=result)
+    def take(_, x):
+        return _halves(x)[0]
+
+    return take(x)
+
+
+def with_first_half(x, half, *, interpret: object):
+    """x [64, n] with `half` [32, n] for the first eight rows of each warp."""
+    if interpret:
+        rest = x.reshape(-1, WARP_ROWS, x.shape[1])[:, WARP_ROWS // 2 :]
+        both = [half.reshape(rest.shape), rest]
+        return jnp.concatenate(both, axis=1).reshape(x.shape)
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, TILE)
+
+    @plgpu.inline_mgpu(arg_types=(TILE, HALF_TILE), return_type=result)
+    def put(_, x, half):
+        registers = x.registers.copy()
+        registers[(slice(None),) * HALF_AXIS + (0,)] = half.registers.reshape(
+            registers[(slice(None),) * HALF_AXIS + (0,)].shape
+        )
+        return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
+
+    return put(x, half)
+
+
+def _halves(x) -> list[FragmentedArray]:
+    layout = HALF_TILE.to_mgpu()
+    shape = layout.registers_shape((x.shape[0] // 2, x.shape[1]))
+    return [
+        FragmentedArray(
+            _registers=x.registers.take(half, HALF_AXIS).reshape(shape),
+            _layout=layout,
+            _is_signed=x.is_signed,
+        )
+        for half in range(2)
+    ]
+
+
+def store_plain(ref, x, *, layout=TILE, interpret: object):
     """Stores a tile in registers to a shared-memory ref with plain rows, bank conflicts and all."""
     if interpret:
         ref[...] = x
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def store(_, ref, x):
         x.store_untiled(ref, optimized=False)
 

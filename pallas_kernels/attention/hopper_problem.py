@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from . import hopper_work as work
-from .hopper_math import LOG2_E
+from .hopper_math import HALF_ROW, HALF_TILE, LOG2_E, ROW, TILE
 from .schedule import WARPGROUP_ROWS, Schedule, warpgroup_tokens
 
 I32 = jnp.int32
@@ -67,6 +67,35 @@ class Cta:
     memory: types.SimpleNamespace
 
     @property
+    def interpret(self) -> plgpu.InterpretGPUParams | None:
+        return self.problem.interpret
+
+    @property
+    def rows(self) -> int:
+        """Rows of a warpgroup that the softmax is done for."""
+        return WARPGROUP_ROWS // 2 if self.schedule.half_rows else WARPGROUP_ROWS
+
+    @property
+    def tile(self):
+        """Layout of [rows, n]."""
+        return HALF_TILE if self.schedule.half_rows else TILE
+
+    @property
+    def row(self):
+        """Layout of [rows]."""
+        return HALF_ROW if self.schedule.half_rows else ROW
+
+    @property
+    def columns(self) -> int:
+        """Value columns that this CTA accumulates."""
+        return self.problem.head_dim // self.schedule.columns
+
+    def row_of(self, head: int, token):
+        """Row, of those the softmax is done for, of a query head's token."""
+        stride = self.problem.tokens
+        return head * (stride // 2 if self.schedule.half_rows else stride) + token
+
+    @property
     def takes_turns(self) -> bool:
         """Two warpgroups start their products by turns, each under the other's softmax."""
         return self.schedule.consumers > 1 and self.schedule.overlap == "turns"
@@ -77,12 +106,17 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     wgs, stages, dim = schedule.consumers, schedule.stages, problem.head_dim
     rows, block, dtype = WARPGROUP_ROWS, problem.kv_block, problem.dtype
+    cta = Cta(problem, schedule, types.SimpleNamespace())
+    line = min(cta.columns, 64)
+    values = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(2 * line))
     scratch = dict(
         q_smem=plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled),
         k_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
-        v_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
-        o_smem=plgpu.SMEM((wgs, rows, dim), problem.out_dtype),  # plain rows, for single tokens
-        lse_smem=plgpu.SMEM((wgs, rows), jnp.float32),
+        v_smem=plgpu.SMEM((stages, block, cta.columns), dtype, transforms=values),
+        o_smem=plgpu.SMEM(
+            (wgs, cta.rows, cta.columns), problem.out_dtype
+        ),  # plain rows, for single tokens
+        lse_smem=plgpu.SMEM((wgs, cta.rows), jnp.float32),
         q_loaded=plgpu.Barrier(num_arrivals=problem.group, num_barriers=wgs),
         q_consumed=plgpu.Barrier(num_arrivals=wgs),
         k_loaded=plgpu.Barrier(num_arrivals=problem.copies_a_block, num_barriers=stages),
@@ -111,11 +145,13 @@ def shared_bytes(problem: Problem, schedule: Schedule) -> int:
 class Item:
     """One (tile, KV head) of the work list, as traced scalars; see `hopper_work.make_tiles`.
 
-    `split` is the range of keys, 0 where they are not split.
+    `part` is which of the schedule's parts of the value columns, and `split` the range of keys, 0
+    where they are not split.
     """
 
     tile: jax.Array
     head: jax.Array
+    part: jax.Array
     request: jax.Array
     first: jax.Array
     begin: jax.Array
@@ -128,16 +164,18 @@ class Item:
 def read_item(tiles_gmem, turn, cta: Cta) -> Item:
     """This CTA's item of round `turn`; odd rounds run backwards to even out a falling list."""
     index = turn * cta.schedule.ctas + _place(turn, cta.schedule.ctas)
-    heads = I32(cta.problem.kv_heads)
+    heads, columns = I32(cta.problem.kv_heads), I32(cta.schedule.columns)
+    part, index = lax.rem(index, columns), lax.div(index, columns)
     tile = lax.div(index, heads)
     fields = [tiles_gmem[tile, field] for field in range(work.CONTEXT + 1)]
     split = I32(0) if cta.problem.kv_split is None else tiles_gmem[tile, work.SPLIT]
-    return Item(tile, lax.rem(index, heads), *fields, split)
+    return Item(tile, lax.rem(index, heads), part, *fields, split)
 
 
 def count_rounds(count_gmem, cta: Cta):
     """How many items this CTA has."""
-    items, ctas = count_gmem[0] * cta.problem.kv_heads, I32(cta.schedule.ctas)
+    items = count_gmem[0] * (cta.problem.kv_heads * cta.schedule.columns)
+    ctas = I32(cta.schedule.ctas)
     full = lax.div(items, ctas)
     last = _place(full, cta.schedule.ctas) < lax.rem(items, ctas)
     return full + jnp.where(last, 1, 0).astype(I32)

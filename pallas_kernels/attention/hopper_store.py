@@ -10,7 +10,7 @@ from .hopper_problem import Cta, Item
 
 
 def store_rows(outs, item: Item, wg, o, lse, cta: Cta):
-    """Writes o [64, Dh] and lse [64] of one warpgroup.
+    """Writes o [rows, columns] and lse [rows] of one warpgroup.
 
     A whole tile leaves in one copy a head. A partial one leaves token by token, since its other
     rows belong to other requests. The log-sum-exp goes out tile by tile. Of split keys, each range
@@ -36,16 +36,17 @@ def store_rows(outs, item: Item, wg, o, lse, cta: Cta):
 
     def store_tokens():
         staged = mem.o_smem.at[wg]
-        store_plain(staged, o, interpret=cta.problem.interpret)
+        store_plain(staged, o, layout=cta.tile, interpret=cta.problem.interpret)
         plgpu.commit_smem()
 
         @pl.loop(begin, end)
         def _(t):
             for g in range(cta.problem.group):
                 target = o_gmem.at[first + t, item.head, g]
-                if cta.problem.kv_split is not None:
-                    target = target.at[pl.ds(0, cta.problem.head_dim)]  # lines may be longer
-                plgpu.copy_smem_to_gmem(staged.at[g * tokens + t], target)
+                if cta.schedule.columns > 1 or cta.problem.kv_split is not None:  # longer lines
+                    first_column = pl.multiple_of(item.part * cta.columns, cta.columns)
+                    target = target.at[pl.ds(first_column, cta.columns)]
+                plgpu.copy_smem_to_gmem(staged.at[cta.row_of(g, t)], target)
 
     if cta.schedule.consumers > 1 and cta.problem.stores_tiles:
         whole = end - begin == tokens
@@ -53,4 +54,7 @@ def store_rows(outs, item: Item, wg, o, lse, cta: Cta):
         pl.when(jnp.logical_not(whole))(store_tokens)
     else:
         store_tokens()
-    plgpu.copy_smem_to_gmem(mem.lse_smem.at[wg], lse_gmem.at[item.tile, item.head, wg])
+
+    @pl.when(item.part == 0)
+    def _():
+        plgpu.copy_smem_to_gmem(mem.lse_smem.at[wg], lse_gmem.at[item.tile, item.head, wg])

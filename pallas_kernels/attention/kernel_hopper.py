@@ -39,12 +39,13 @@ from .hopper_block import (
     await_turn,
     first_scores,
     mask_scores,
+    own_rows,
     pass_turn,
     softmax_step,
     softmax_under_scores,
 )
 from .hopper_load import load_items
-from .hopper_math import LN_2, LOWEST, ROW, TILE, rows_to_tile
+from .hopper_math import LN_2, LOWEST, TILE, rows_to_tile
 from .hopper_problem import (
     I32,
     Cta,
@@ -107,7 +108,7 @@ def attend_item(item: Item, step, wg, cta: Cta):
     plain_block = functools.partial(attend_block, masked=False)
     plain_start, plain_end = plain_blocks(item, lo, hi, wg, problem)
     plgpu.barrier_wait(cta.memory.q_loaded.at[wg])
-    carry = first_scores(slot_of(lo), wg, cta), empty_state(problem)
+    carry = first_scores(slot_of(lo), wg, cta), empty_state(cta)
     if problem.window is not None:
         carry = lax.fori_loop(lo, plain_start, masked_block, carry)
     carry = lax.fori_loop(plain_start, plain_end, plain_block, carry)
@@ -121,14 +122,14 @@ def attend_item(item: Item, step, wg, cta: Cta):
     return (acc, m, total), step + hi - lo
 
 
-def empty_state(problem: Problem):
+def empty_state(cta: Cta):
     """(acc, m, l) before any key."""
-    acc = jnp.zeros((WARPGROUP_ROWS, problem.head_dim), jnp.float32)
-    m = jnp.full((WARPGROUP_ROWS,), LOWEST, jnp.float32)
+    acc = jnp.zeros((WARPGROUP_ROWS, cta.columns), jnp.float32)
+    m = jnp.full((cta.rows,), LOWEST, jnp.float32)
     return (
         plgpu.layout_cast(acc, TILE),
-        plgpu.layout_cast(m, ROW),
-        plgpu.layout_cast(jnp.zeros_like(m), ROW),
+        plgpu.layout_cast(m, cta.row),
+        plgpu.layout_cast(jnp.zeros_like(m), cta.row),
     )
 
 
@@ -140,7 +141,8 @@ def compute_items(refs, outs, cta: Cta):
     def compute_item(turn, step):
         item = read_item(tiles_gmem, turn, cta)
         (acc, m, total), step = attend_item(item, step, wg, cta)
-        o = (acc * rows_to_tile(1.0 / total, cta.problem.head_dim)).astype(cta.problem.out_dtype)
+        o = own_rows(acc, cta) * rows_to_tile(1.0 / total, cta.columns, layout=cta.tile)
+        o = o.astype(cta.problem.out_dtype)
         store_rows(outs, item, wg, o, (m + jnp.log2(total)) * LN_2, cta)
         return step
 
@@ -157,6 +159,8 @@ def launch(
 
     With split keys o is float32 [splits, T, Nkv, G, LINE or more].
     """
+    items = tiles.shape[0] * problem.kv_heads * schedule.columns
+    schedule = dataclasses.replace(schedule, ctas=min(schedule.ctas, items))
     two = schedule.consumers > 1  # one consumer and the loader fit without trading registers
 
     def attention_hopper_kernel(q, k, v, tiles, count, pages, o, lse, **scratch):
@@ -175,7 +179,8 @@ def launch(
                 plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
             load_items((q, k, v, tiles, count, pages), cta)
 
-    lse_shape = (tiles.shape[0], problem.kv_heads, schedule.consumers, WARPGROUP_ROWS)
+    rows = Cta(problem, schedule, types.SimpleNamespace()).rows
+    lse_shape = (tiles.shape[0], problem.kv_heads, schedule.consumers, rows)
     o_shape = q.shape
     if problem.kv_split is not None:
         o_shape = (splits, *q.shape[:3], max(problem.head_dim, LINE))
@@ -267,7 +272,7 @@ def attention_hopper(
     )
     if (needed := shared_bytes(problem, schedule)) > SHARED_BYTES:
         raise ValueError(f"{schedule} needs {needed} bytes of shared memory, over {SHARED_BYTES}")
-    tile_tokens = warpgroup_tokens(group) * schedule.consumers
+    tile_tokens = 8 if schedule.half_rows else warpgroup_tokens(group) * schedule.consumers
     tiles, count = work.make_tiles(batch, tokens=tokens, tile_tokens=tile_tokens)
     if padded != tokens:
         q = jnp.pad(q, ((0, padded - tokens), (0, 0), (0, 0), (0, 0)))
@@ -285,9 +290,8 @@ def attention_hopper(
             out_dtype=jnp.dtype(out_dtype or q.dtype),
             interpret=interpret,
         )
-    schedule = dataclasses.replace(schedule, ctas=min(schedule.ctas, tiles.shape[0] * kv_heads))
     o, lse_tiles = launch(q, k_pages, v_pages, tiles, count, batch.page_table, problem, schedule)
-    return o[:tokens], _untile_lse(lse_tiles, tiles, tokens, group)
+    return o[:tokens], _untile_lse(lse_tiles, tiles, tokens, problem, schedule)
 
 
 def _in_ranges(
@@ -305,15 +309,13 @@ def _in_ranges(
     table, count, places = work.split_tiles(
         tiles, kv_split=problem.kv_split, splits=splits, window=problem.window
     )
-    schedule = dataclasses.replace(
-        schedule, ctas=min(schedule.ctas, table.shape[0] * problem.kv_heads)
-    )
     o, lse_tiles = launch(
         q, k_pages, v_pages, table, count, batch.page_table, problem, schedule, splits
     )
     tokens = batch.positions.shape[0]
     lse = [
-        _untile_lse(lse_tiles[places[:, s]], tiles, tokens, problem.group) for s in range(splits)
+        _untile_lse(lse_tiles[places[:, s]], tiles, tokens, problem, schedule)
+        for s in range(splits)
     ]
     return o, jnp.stack(lse)
 
@@ -356,13 +358,15 @@ def attention_hopper_op(
     )
 
 
-def _untile_lse(lse_tiles: jax.Array, tiles: jax.Array, tokens: int, group: int) -> jax.Array:
-    """lse float32 [tiles, Nkv, consumers, 64] -> [T, Nkv, G]; dropped where nobody asks for it."""
+def _untile_lse(
+    lse_tiles: jax.Array, tiles: jax.Array, tokens: int, problem: Problem, schedule: Schedule
+) -> jax.Array:
+    """lse float32 [tiles, Nkv, consumers, rows] -> [T, Nkv, G]; dropped where nobody asks for it."""
     tile, place = work.token_places(tiles, tokens=tokens)
-    wg_tokens = warpgroup_tokens(group)
-    wg, place = (x[:, None, None] for x in (place // wg_tokens, place % wg_tokens))
+    wg, place = (x[:, None, None] for x in (place // problem.tokens, place % problem.tokens))
     head = jnp.arange(lse_tiles.shape[1])[None, :, None]
-    row = jnp.arange(group)[None, None, :] * wg_tokens + place
+    cta = Cta(problem, schedule, types.SimpleNamespace())
+    row = cta.row_of(1, 0) * jnp.arange(problem.group)[None, None, :] + place
     return lse_tiles[tile[:, None, None], head, wg, row]
 
 

@@ -22,12 +22,19 @@ class Schedule:
       overlap: what the softmax of a block runs beside. "turns": the other warpgroup's products, the
         two taking turns at the tensor cores; "scores": the warpgroup's own next scores.
       ctas: CTAs of the persistent grid; one fits a multiprocessor (an H200 has 132).
+      half_rows: tiles of at most 8 tokens, so that queries fill only the first eight of the sixteen
+        rows of each warp, and the softmax is done for these alone; for one consumer and groups
+        of up to 4.
+      columns: CTAs that share a tile and KV head, each with its part of the value columns; all of
+        them compute the scores.
     """
 
     consumers: int = 2
     stages: int = 2
     overlap: str = "turns"
     ctas: int = 132
+    half_rows: bool = False
+    columns: int = 1
 
     def __post_init__(self):
         if self.consumers not in (1, 2):
@@ -38,6 +45,10 @@ class Schedule:
             raise ValueError(f"overlap={self.overlap!r} must be 'turns' or 'scores'")
         if self.ctas < 1:
             raise ValueError(f"ctas={self.ctas} must be at least 1")
+        if self.half_rows and self.consumers != 1:
+            raise ValueError(f"half_rows needs consumers=1, got {self.consumers}")
+        if self.columns not in (1, 2, 4):
+            raise ValueError(f"columns={self.columns} must be 1, 2 or 4")
 
 
 def warpgroup_tokens(group: int) -> int:
