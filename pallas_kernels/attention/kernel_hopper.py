@@ -36,6 +36,7 @@ from . import hopper_work as work
 from .hopper_block import (
     accumulate,
     accumulate_and_score,
+    softmax_under_products,
     await_turn,
     first_scores,
     mask_scores,
@@ -109,12 +110,50 @@ def attend_item(item: Item, step, wg, cta: Cta):
     plain_start, plain_end = plain_blocks(item, lo, hi, wg, problem)
     plgpu.barrier_wait(cta.memory.q_loaded.at[wg])
     carry = first_scores(slot_of(lo), wg, cta), empty_state(cta)
+    last = hi - 1
+
+    def first_block(_, carry):
+        s, _, state = carry
+        s = mask_scores(s, lo, position, cta)
+        p, state, s = softmax_under_scores(s, state, slot_of(lo + 1), wg, cta)
+        return s, p, state
+
+    def block_under_products(block, carry, *, masked: bool):
+        s, p, state = carry
+        if masked:
+            s = mask_scores(s, block, position, cta)
+        slots = slot_of(block - 1), slot_of(block + 1)
+        p, state, s = softmax_under_products(s, p, state, *slots, wg, cta)
+        return s, p, state
+
+    def block_before_last(_, carry):
+        s, p, (acc, m, total) = carry
+        return s, p, (accumulate(acc, p, slot_of(last - 1), wg, cta), m, total)
+
+    if cta.schedule.overlap == "products":
+        s, state = carry
+        carry = s, s.astype(problem.dtype), state
+        carry = lax.fori_loop(lo, jnp.minimum(lo + 1, last), first_block, carry)
+        masked_block = functools.partial(block_under_products, masked=True)
+        plain_block = functools.partial(block_under_products, masked=False)
+        plain_start = jnp.maximum(plain_start, lo + 1)
+        plain_end = jnp.maximum(plain_end, plain_start)
+        if problem.window is not None:
+            carry = lax.fori_loop(lo + 1, plain_start, masked_block, carry)
+        carry = lax.fori_loop(plain_start, plain_end, plain_block, carry)
+        carry = lax.fori_loop(plain_end, last, masked_block, carry)
+        s, _, state = lax.fori_loop(jnp.maximum(last - 1, lo), last, block_before_last, carry)
+        plgpu.barrier_arrive(cta.memory.q_consumed)
+        p, (acc, m, total) = softmax_step(mask_scores(s, last, position, cta), state, cta)
+        tail = item.context, last
+        acc = accumulate(acc, p, slot_of(last), wg, cta, zero_tail_of=tail)
+        return (acc, m, total), step + hi - lo
+
     if problem.window is not None:
         carry = lax.fori_loop(lo, plain_start, masked_block, carry)
     carry = lax.fori_loop(plain_start, plain_end, plain_block, carry)
     s, state = lax.fori_loop(plain_end, hi - 1, masked_block, carry)
 
-    last = hi - 1
     plgpu.barrier_arrive(cta.memory.q_consumed)
     p, (acc, m, total) = softmax_step(mask_scores(s, last, position, cta), state, cta)
     tail = item.context, last

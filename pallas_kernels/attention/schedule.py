@@ -41,8 +41,8 @@ class Schedule:
             raise ValueError(f"consumers={self.consumers} must be 1 or 2")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2")
-        if self.overlap not in ("turns", "scores"):
-            raise ValueError(f"overlap={self.overlap!r} must be 'turns' or 'scores'")
+        if self.overlap not in ("turns", "scores", "products"):
+            raise ValueError(f"overlap={self.overlap!r} must be 'turns', 'scores' or 'products'")
         if self.ctas < 1:
             raise ValueError(f"ctas={self.ctas} must be at least 1")
         if self.half_rows and self.consumers != 1:
