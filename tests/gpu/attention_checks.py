@@ -5,6 +5,7 @@ python -m tests.gpu.attention_checks [--accuracy] [--json FILE] [case number ...
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
@@ -24,6 +25,7 @@ AHEAD = Schedule(consumers=2, stages=2, overlap="scores")
 ONE = Schedule(consumers=1, stages=2)
 DECODE = Schedule(consumers=1, stages=2, overlap="scores")  # float32 o takes a third stage's room
 DECODE_ROUNDED = Schedule(consumers=1, stages=3, overlap="scores")
+UNDER_PRODUCTS = Schedule(consumers=1, stages=2, overlap="products")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,15 +81,39 @@ def make_sequence(rng: np.random.Generator, length: int, case: BitCase) -> Seque
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Room:
+    """Sizes of a batch's arrays, used or not: runs with the same room share their programs."""
+
+    tokens: int
+    requests: int
+    keys: int
+    longest: int
+
+    @staticmethod
+    def of(*batches) -> "Room":
+        """Room for each of several lists of parts."""
+        return Room(
+            tokens=max(sum(last - first for _, first, last in parts) for parts in batches) + 3,
+            requests=max(map(len, batches)),
+            keys=max(sum(_in_pages(last, 128) for *_, last in parts) for parts in batches) + 384,
+            longest=max(_in_pages(last, 128) for parts in batches for *_, last in parts) + 128,
+        )
+
+
+def _in_pages(keys: int, page: int) -> int:
+    return -(-keys // page) * page
+
+
 def run_parts(
     parts,
     case: BitCase,
     *,
     schedule,
+    room: Room | None = None,
     page=PAGE,
     seed=0,
     kv_block=KV_BLOCK,
-    pad=0,
     out_dtype=jnp.float32,
 ):
     """Runs (sequence, first, last) parts as one ragged batch on shuffled pages.
@@ -96,18 +122,17 @@ def run_parts(
     Unused entries of the page table are random. Returns o and lse, one row a token of the parts;
     o in float32, before a rounding that could hide a difference, unless `out_dtype` says otherwise.
     """
-    rng = np.random.default_rng(seed)
+    rng, room = np.random.default_rng(seed), room or Room.of(parts)
     counts = [-(-last // page) for _, _, last in parts]
-    order = rng.permutation(sum(counts) + 3)
+    order = rng.permutation(room.keys // page)
     shape = (len(order), page, case.kv_heads, case.head_dim)
     keys, values = (np.full(shape, np.nan, case.element) for _ in range(2))
-    table = rng.integers(0, 2**30, (len(parts), max(counts) + 2)).astype(np.int32)
+    table = rng.integers(0, 2**30, (room.requests, room.longest // page)).astype(np.int32)
     starts = np.concatenate([[0], np.cumsum([last - first for _, first, last in parts])])
     tokens, used = int(starts[-1]), 0
-    queries = np.full(
-        (tokens + pad, case.kv_heads, case.group, case.head_dim), np.nan, case.element
-    )
-    positions, request = np.full(tokens + pad, 2**30), np.full(tokens + pad, 2**30)
+    starts = np.concatenate([starts, np.full(room.requests - len(parts), tokens)])
+    queries = np.full((room.tokens, case.kv_heads, case.group, case.head_dim), np.nan, case.element)
+    positions, request = (np.full(room.tokens, 2**30) for _ in range(2))
     for b, (sequence, first, last) in enumerate(parts):
         table[b, : counts[b]] = order[used : used + counts[b]]
         used += counts[b]
@@ -165,37 +190,45 @@ def check_case(case: BitCase) -> dict:
     rng, length = np.random.default_rng(11), case.length
     sequence, other = make_sequence(rng, length, case), make_sequence(rng, 700, case)
     whole, every = [(sequence, 0, length)], slice(None)
-    o, lse = run_parts(whole, case, schedule=PREFILL)
+    places = edges(length)
+    if length > 10_000:  # every decode row brings a cache of its own
+        places = [p for p in places if p > 8000 or p < 300]
+    steps, pieces = [(sequence, p, p + 1) for p in places], chunks(sequence, other, rng)
+    room = Room.of(whole, steps, *(parts for parts, _ in pieces))
+    run = functools.partial(run_parts, case=case, room=room)
+    o, lse = run(whole, schedule=PREFILL)
     differ: dict[str, list[int]] = {}
 
     def compare(name, got, rows):
         differ[name] = [differing(got[0], o[rows]), differing(got[1], lse[rows])]
 
     def compare_rounded(name, parts, rows):
-        got, _ = run_parts(parts, case, schedule=DECODE_ROUNDED, seed=6, out_dtype=None)
+        got, _ = run(parts, schedule=DECODE_ROUNDED, seed=6, out_dtype=None)
         differ[name] = [differing(got, o[rows].astype(case.element)), 0]
 
-    compare("again", run_parts(whole, case, schedule=PREFILL, seed=1), every)
-    compare("one_warpgroup", run_parts(whole, case, schedule=ONE, seed=2), every)
-    compare("overlap_scores", run_parts(whole, case, schedule=AHEAD, seed=4), every)
-    compare("pages_of_128", run_parts(whole, case, schedule=PREFILL, seed=3, page=128), every)
-    compare("few_ctas", run_parts(whole, case, schedule=Schedule(ctas=7), seed=3), every)
-    rounded, _ = run_parts(whole, case, schedule=PREFILL, seed=5, out_dtype=None)
+    compare("again", run(whole, schedule=PREFILL, seed=1), every)
+    compare("one_warpgroup", run(whole, schedule=ONE, seed=2), every)
+    compare("overlap_scores", run(whole, schedule=AHEAD, seed=4), every)
+    compare("pages_of_128", run(whole, schedule=PREFILL, seed=3, page=128), every)
+    compare("few_ctas", run(whole, schedule=Schedule(ctas=7), seed=3), every)
+    rounded, _ = run(whole, schedule=PREFILL, seed=5, out_dtype=None)
     differ["rounded"] = [differing(rounded, o.astype(case.element)), 0]
-    compare("chunks", run_chunks(sequence, other, case, rng), every)
-    places = edges(length)
-    if length > 10_000:  # every decode row brings a cache of its own
-        places = [p for p in places if p > 8000 or p < 300]
-    steps = [(sequence, p, p + 1) for p in places]
-    compare("decode", run_parts(steps, case, schedule=DECODE, pad=3), places)
+    found = []
+    for seed, (parts, rows) in enumerate(pieces):
+        got = run(parts, schedule=PREFILL, seed=seed)
+        found.append([x[rows] for x in got])
+    compare("chunks", [np.concatenate(x) for x in zip(*found, strict=True)], every)
+    compare("decode", run(steps, schedule=DECODE), places)
+    for name, schedule in decode_schedules(case).items():
+        compare(name, run(steps, schedule=schedule, seed=7), places)
     if case.kv_split is None:
         compare_rounded("decode_rounded", steps, places)
-    compare("decode_two_wg", run_parts(steps[::-1], case, schedule=PREFILL), places[::-1])
-    compare("alone", run_parts(steps[-1:], case, schedule=DECODE), places[-1:])
-    control = run_parts(whole, case, schedule=ONE, kv_block=64)
+    compare("decode_two_wg", run(steps[::-1], schedule=PREFILL), places[::-1])
+    compare("alone", run(steps[-1:], schedule=DECODE), places[-1:])
+    control = run(whole, schedule=ONE, kv_block=64)
     control = [differing(control[0], o), differing(control[1], lse)]
     if case.kv_split is not None:  # one chain of blocks is another order of additions
-        chain = run_parts(whole, dataclasses.replace(case, kv_split=None), schedule=PREFILL)
+        chain = run(whole, case=dataclasses.replace(case, kv_split=None), schedule=PREFILL)
         control = [
             min(control[0], differing(chain[0], o)),
             min(control[1], differing(chain[1], lse)),
@@ -212,17 +245,31 @@ def check_case(case: BitCase) -> dict:
     )
 
 
-def run_chunks(sequence: Sequence, other: Sequence, case: BitCase, rng) -> list[np.ndarray]:
-    """The sequence in chunks cut at random places, each among strangers of changing length."""
+def decode_schedules(case: BitCase) -> dict[str, Schedule]:
+    """Further schedules for decode, by name, with room for a float32 o."""
+    found = {"under_products": UNDER_PRODUCTS}
+    if case.group <= 4:
+        half = dataclasses.replace(UNDER_PRODUCTS, half_rows=True)
+        found["half_rows"] = dataclasses.replace(DECODE, half_rows=True)
+        for columns in (1, 2, 4) if case.head_dim == 128 else (1, 2):
+            found[f"half_rows_{columns}_parts"] = dataclasses.replace(half, columns=columns)
+        found["few_ctas_half_rows"] = dataclasses.replace(half, columns=2, ctas=7)
+    return found
+
+
+def chunks(sequence: Sequence, other: Sequence, rng) -> list[tuple[list, slice]]:
+    """The sequence in chunks cut at random places, each among strangers of changing length.
+
+    One batch a chunk, and the chunk's rows in it.
+    """
     length = len(sequence.q)
     cuts = np.sort(rng.choice(np.arange(1, length), 4 if length < 10_000 else 2, replace=False))
-    ends, pieces = [0, *map(int, cuts), length], []
+    ends, found = [0, *map(int, cuts), length], []
     for i in range(len(ends) - 1):
         before, size = 1 + 37 * i, ends[i + 1] - ends[i]
         parts = [(other, 0, before), (sequence, ends[i], ends[i + 1]), (other, 0, 90)]
-        got = run_parts(parts, case, schedule=PREFILL, seed=i, pad=5 * i)
-        pieces.append([x[before : before + size] for x in got])
-    return [np.concatenate(x) for x in zip(*pieces, strict=True)]
+        found.append((parts, slice(before, before + size)))
+    return found
 
 
 def check_accuracy() -> list[dict]:
