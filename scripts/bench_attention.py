@@ -2,11 +2,11 @@
 
     python scripts/bench_attention.py [--cases a,b] [--all-schedules] [--rounds N] [--json FILE]
 
-Times are device times of many launches in one jitted program: each launch has queries of its own
-and the caches take turns, the program is enqueued several times back to back, and rounds alternate
-between ours and cuDNN; medians over rounds. cuDNN is reached through
-jax.nn.dot_product_attention(implementation="cudnn"), on contiguous caches, one sequence after the
-other where lengths differ. Bits and accuracy are checked in tests/gpu.
+Times are device times, from the profiler, of several launches in one jitted program: all kernels of
+the program, over its launches. Each launch has queries of its own and the caches take turns, so
+that keys and values come from memory; rounds alternate between ours and cuDNN; medians over rounds.
+cuDNN is reached through jax.nn.dot_product_attention(implementation="cudnn"), on contiguous caches,
+one sequence after the other where lengths differ. Bits and accuracy are checked in tests/gpu.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device_timing import device_times
 
 from bi_jax.pallas_kernels.attention.kernel_hopper import attention_hopper
 from bi_jax.pallas_kernels.attention.schedule import Schedule, schedule_for
@@ -44,6 +45,11 @@ class Case:
     @property
     def tokens(self) -> int:
         return sum(self.queries)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the engine's bucket: a multiple of 8."""
+        return -(-self.tokens // 8) * 8
 
     @property
     def decode(self) -> bool:
@@ -77,9 +83,12 @@ CASES = (
     prefill("prefill_8k", 8192),
     prefill("prefill_32k", 32_768),
     prefill("prefill_mix", 4096, 1000, 2500, 333, 6000, 77),
+    decode(1, 1024),
     decode(1, 4096),
     decode(8, 4096),
+    decode(64, 1024),
     decode(64, 4096),
+    decode(256, 1024),
     decode(256, 2048),
 )
 
@@ -92,9 +101,12 @@ def make_batch(case: Case) -> tuple[RaggedBatch, int]:
     for b, n in enumerate(counts):
         table[b, :n] = order[sum(counts[:b]) :][:n]
     pairs = zip(case.queries, case.contexts, strict=True)
+    positions, request = np.zeros((2, case.rows), np.int32)
+    positions[: case.tokens] = np.concatenate([np.arange(c - q, c) for q, c in pairs])
+    request[: case.tokens] = np.repeat(np.arange(len(counts)), case.queries)
     batch = RaggedBatch(
-        positions=jnp.asarray(np.concatenate([np.arange(c - q, c) for q, c in pairs]), jnp.int32),
-        request=jnp.asarray(np.repeat(np.arange(len(counts)), case.queries), jnp.int32),
+        positions=jnp.asarray(positions),
+        request=jnp.asarray(request),
         query_start=jnp.asarray(np.concatenate([[0], np.cumsum(case.queries)]), jnp.int32),
         page_table=jnp.asarray(table),
         num_tokens=jnp.int32(case.tokens),
@@ -109,10 +121,9 @@ def normal(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How often a case is launched, so that a round takes some tens of milliseconds."""
+    """How often a case is launched in a program, and how many caches take turns."""
 
     launches: int
-    repeats: int
     caches: int
 
     @staticmethod
@@ -123,28 +134,27 @@ class Plan:
         launches = int(np.clip(3000 / floor_us, 3, most)) if most > 2 else 2
         return Plan(
             launches=launches,
-            repeats=int(np.clip(20_000 / (floor_us * launches), 2, 30)),
-            caches=min(launches, int(np.clip(200e6 / case.cache_bytes, 2, 16))),
+            caches=min(launches, int(np.clip(200e6 / case.cache_bytes, 2, 40))),
         )
 
 
-Program = tuple[Callable[..., Any], tuple[Any, ...]]
+Program = tuple[Callable[..., Any], tuple[Any, ...]]  # compiled, with its arguments
 
 
-def repeated(call: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+def repeated(call: Callable[..., Any], plan: Plan, arguments: tuple[Any, ...]) -> Program:
     """One program of `launches` calls; call i gets its own queries and the caches in turn."""
 
     def program(queries, keys, values):
         turns = [(queries[i], i % plan.caches) for i in range(plan.launches)]
         return [call(q, keys[n], values[n]) for q, n in turns]
 
-    return jax.jit(program)
+    return jax.jit(program).lower(*arguments).compile(), arguments
 
 
 def ours(case: Case, plan: Plan, schedules: list[Schedule]) -> dict[str, Program]:
     batch, pages = make_batch(case)
     cache = (pages, KV_HEADS, PAGE, HEAD_DIM)
-    shape = (case.tokens, KV_HEADS, GROUP, HEAD_DIM)
+    shape = (case.rows, KV_HEADS, GROUP, HEAD_DIM)
     arguments = (
         [normal(i, shape) for i in range(plan.launches)],
         [normal(1000 + i, cache) for i in range(plan.caches)],
@@ -157,7 +167,7 @@ def ours(case: Case, plan: Plan, schedules: list[Schedule]) -> dict[str, Program
         )[0]
 
     return {
-        str(s): (repeated(functools.partial(call, schedule=s), plan), arguments) for s in schedules
+        str(s): repeated(functools.partial(call, schedule=s), plan, arguments) for s in schedules
     }
 
 
@@ -187,18 +197,7 @@ def cudnn(case: Case, plan: Plan) -> Program:
         [cache(20_000 + 100 * i) for i in range(plan.caches)],
         [cache(30_000 + 100 * i) for i in range(plan.caches)],
     )
-    return repeated(call, plan), arguments
-
-
-def time_once(program: Program, plan: Plan) -> float:
-    """Microseconds a launch."""
-    run, arguments = program
-    out = None
-    start = time.perf_counter()
-    for _ in range(plan.repeats):
-        out = run(*arguments)
-    jax.block_until_ready(out)
-    return (time.perf_counter() - start) / plan.repeats / plan.launches * 1e6
+    return repeated(call, plan, arguments)
 
 
 def race(case: Case, schedules: list[Schedule], *, rounds: int) -> list[dict]:
@@ -209,8 +208,9 @@ def race(case: Case, schedules: list[Schedule], *, rounds: int) -> list[dict]:
     for run, arguments in programs.values():
         jax.block_until_ready(run(*arguments))
     for _ in range(rounds):
-        for name, program in programs.items():
-            times[name].append(time_once(program, plan))
+        found = device_times([(*program, plan.launches) for program in programs.values()])
+        for name, us in zip(programs, found, strict=True):
+            times[name].append(us)
     peer = statistics.median(times["cudnn"])
     return [make_row(case, name, times[name], peer) for name in programs if name != "cudnn"]
 
@@ -252,7 +252,7 @@ def main() -> int:
     )
     parser.add_argument("--cases", default=",".join(c.name for c in CASES))
     parser.add_argument("--all-schedules", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", default="")
     options = parser.parse_args()
     rows: list[dict] = []

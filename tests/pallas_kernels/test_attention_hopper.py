@@ -118,6 +118,7 @@ def check(got, want):
     assert np.abs(lse - true_lse).max() < 1e-5
 
 
+HALF = dict(consumers=1, overlap="products", half_rows=True)
 MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
 
 
@@ -127,12 +128,23 @@ MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
         (MIXED, Schedule(consumers=2, ctas=2), None),
         pytest.param(MIXED, Schedule(overlap="scores"), None, marks=pytest.mark.slow),
         pytest.param(MIXED, Schedule(consumers=1, ctas=3), 100, marks=pytest.mark.slow),
-        (Step(queries=(1, 1), contexts=(130, 64), rows=2, group=3, dtype="float16"),
-         Schedule(consumers=1, stages=3, ctas=1), None),
+        (Step(queries=(1, 1), contexts=(300, 64), rows=2, group=3, dtype="float16"),
+         Schedule(**HALF, stages=3, columns=2, ctas=1), None),
+        pytest.param(Step(queries=(1, 1), contexts=(130, 64), rows=2, group=3, dtype="float16"),
+                     Schedule(consumers=1, stages=3, ctas=1), None, marks=pytest.mark.slow),
+        pytest.param(Step(queries=(1, 2, 1), contexts=(300, 140, 520), rows=4),
+                     Schedule(**HALF, columns=2, ctas=3), 200, marks=pytest.mark.slow),
+        pytest.param(Step(queries=(1, 1), contexts=(140, 130), rows=2, group=1, kv_heads=2),
+                     Schedule(**HALF | dict(overlap="scores"), ctas=2), None,
+                     marks=pytest.mark.slow),
+        pytest.param(Step(queries=(1, 3), contexts=(520, 130), rows=4, group=8),
+                     Schedule(consumers=1, overlap="products", ctas=1), None,
+                     marks=pytest.mark.slow),
         pytest.param(Step(queries=(1, 18), contexts=(129, 18), rows=24, group=8, page=128),
                      Schedule(consumers=2, ctas=1), None, marks=pytest.mark.slow),
     ],
-    ids=["two_warpgroups", "overlap_scores", "window", "decode_group_3", "page_of_128"],
+    ids=["two_warpgroups", "overlap_scores", "window", "half_rows", "decode_group_3", "half_rows_window",
+         "half_rows_scores", "under_products", "page_of_128"],
 )  # fmt: skip
 def test_interpreted_kernel_attends(step, schedule, window):
     check(*interpreted(step, schedule, window=window))
