@@ -33,26 +33,14 @@ from jax.typing import DTypeLike
 
 from ..ragged import RaggedBatch
 from . import hopper_work as work
-from .hopper_block import (
-    accumulate,
-    accumulate_and_score,
-    softmax_under_products,
-    await_turn,
-    first_scores,
-    mask_scores,
-    own_rows,
-    pass_turn,
-    softmax_step,
-    softmax_under_scores,
-)
+from .hopper_block import await_turn, own_rows, pass_turn
+from .hopper_item import attend_item
 from .hopper_load import load_items
-from .hopper_math import LN_2, LOWEST, TILE, rows_to_tile
+from .hopper_math import LN_2, rows_to_tile
 from .hopper_problem import (
     I32,
     Cta,
-    Item,
     Problem,
-    block_range,
     count_rounds,
     read_item,
     scratch_types,
@@ -60,116 +48,11 @@ from .hopper_problem import (
 )
 from .hopper_splits import LINE, merge_splits
 from .hopper_store import store_rows
-from .schedule import SHARED_BYTES, WARPGROUP_ROWS, Schedule, schedule_for, warpgroup_tokens
+from .schedule import SHARED_BYTES, Schedule, schedule_for, warpgroup_tokens
 from .topology import AttentionTopology
 
 CONSUMER_REGISTERS = 232  # two consumer warpgroups and a loader share 65,536 registers
 LOADER_REGISTERS = 40
-
-
-def plain_blocks(item: Item, lo, hi, wg, problem: Problem):
-    """Range of blocks that every row of the warpgroup sees in full, so that they need no mask.
-
-    The item's last block is never in it: it goes through the masked body, where the values' tail is
-    zeroed and the queries are given back.
-    """
-    width, position = I32(problem.kv_block), item.position + wg * problem.tokens
-    lowest = jnp.maximum(position, item.position + item.begin)
-    end = jnp.clip(lax.div(lowest + 1, width), lo, hi - 1)
-    if problem.window is None:
-        return lo, end
-    first_seen_by_all = jnp.maximum(position + problem.tokens - problem.window, 0)
-    return jnp.clip(lax.div(first_seen_by_all + width - 1, width), lo, end), end
-
-
-def attend_item(item: Item, step, wg, cta: Cta):
-    """All KV blocks of one item for one warpgroup; returns (acc, m, l) and the next step."""
-    problem = cta.problem
-    lo, hi = block_range(item, problem)
-    position = item.position + wg * problem.tokens
-
-    def slot_of(block):
-        return lax.rem(step + block - lo, I32(cta.schedule.stages))
-
-    def attend_block(block, carry, *, masked: bool):
-        """One block and the scores of the next."""
-        s, state = carry
-        slot, next_slot = slot_of(block), slot_of(block + 1)
-        if masked:
-            s = mask_scores(s, block, position, cta)
-        if cta.schedule.overlap == "scores":
-            p, (acc, m, total), s = softmax_under_scores(s, state, next_slot, wg, cta)
-            acc = accumulate(acc, p, slot, wg, cta)
-        else:
-            p, (acc, m, total) = softmax_step(s, state, cta)
-            acc, s = accumulate_and_score(acc, p, slot, next_slot, wg, cta)
-        return s, (acc, m, total)
-
-    masked_block = functools.partial(attend_block, masked=True)
-    plain_block = functools.partial(attend_block, masked=False)
-    plain_start, plain_end = plain_blocks(item, lo, hi, wg, problem)
-    plgpu.barrier_wait(cta.memory.q_loaded.at[wg])
-    carry = first_scores(slot_of(lo), wg, cta), empty_state(cta)
-    last = hi - 1
-
-    def first_block(_, carry):
-        s, _, state = carry
-        s = mask_scores(s, lo, position, cta)
-        p, state, s = softmax_under_scores(s, state, slot_of(lo + 1), wg, cta)
-        return s, p, state
-
-    def block_under_products(block, carry, *, masked: bool):
-        s, p, state = carry
-        if masked:
-            s = mask_scores(s, block, position, cta)
-        slots = slot_of(block - 1), slot_of(block + 1)
-        p, state, s = softmax_under_products(s, p, state, *slots, wg, cta)
-        return s, p, state
-
-    def block_before_last(_, carry):
-        s, p, (acc, m, total) = carry
-        return s, p, (accumulate(acc, p, slot_of(last - 1), wg, cta), m, total)
-
-    if cta.schedule.overlap == "products":
-        s, state = carry
-        carry = s, s.astype(problem.dtype), state
-        carry = lax.fori_loop(lo, jnp.minimum(lo + 1, last), first_block, carry)
-        masked_block = functools.partial(block_under_products, masked=True)
-        plain_block = functools.partial(block_under_products, masked=False)
-        plain_start = jnp.maximum(plain_start, lo + 1)
-        plain_end = jnp.maximum(plain_end, plain_start)
-        if problem.window is not None:
-            carry = lax.fori_loop(lo + 1, plain_start, masked_block, carry)
-        carry = lax.fori_loop(plain_start, plain_end, plain_block, carry)
-        carry = lax.fori_loop(plain_end, last, masked_block, carry)
-        s, _, state = lax.fori_loop(jnp.maximum(last - 1, lo), last, block_before_last, carry)
-        plgpu.barrier_arrive(cta.memory.q_consumed)
-        p, (acc, m, total) = softmax_step(mask_scores(s, last, position, cta), state, cta)
-        tail = item.context, last
-        acc = accumulate(acc, p, slot_of(last), wg, cta, zero_tail_of=tail)
-        return (acc, m, total), step + hi - lo
-
-    if problem.window is not None:
-        carry = lax.fori_loop(lo, plain_start, masked_block, carry)
-    carry = lax.fori_loop(plain_start, plain_end, plain_block, carry)
-    s, state = lax.fori_loop(plain_end, hi - 1, masked_block, carry)
-
-    plgpu.barrier_arrive(cta.memory.q_consumed)
-    p, (acc, m, total) = softmax_step(mask_scores(s, last, position, cta), state, cta)
-    tail = item.context, last
-    acc = accumulate(acc, p, slot_of(last), wg, cta, zero_tail_of=tail)
-    return (acc, m, total), step + hi - lo
-
-
-def empty_state(cta: Cta):
-    """(acc, m, l) before any key."""
-    acc = jnp.zeros((WARPGROUP_ROWS, cta.columns), jnp.float32)
-    m = jnp.full((cta.rows,), LOWEST, jnp.float32)
-    return (
-        plgpu.layout_cast(acc, TILE),
-        plgpu.layout_cast(m, cta.row),
-        plgpu.layout_cast(jnp.zeros_like(m), cta.row),
-    )
 
 
 def compute_items(refs, outs, cta: Cta):
@@ -400,7 +283,7 @@ def attention_hopper_op(
 def _untile_lse(
     lse_tiles: jax.Array, tiles: jax.Array, tokens: int, problem: Problem, schedule: Schedule
 ) -> jax.Array:
-    """lse float32 [tiles, Nkv, consumers, rows] -> [T, Nkv, G]; dropped where nobody asks for it."""
+    """lse float32 [tiles, Nkv, consumers, rows] -> [T, Nkv, G]; dropped if nobody asks for it."""
     tile, place = work.token_places(tiles, tokens=tokens)
     wg, place = (x[:, None, None] for x in (place // problem.tokens, place % problem.tokens))
     head = jnp.arange(lse_tiles.shape[1])[None, :, None]
