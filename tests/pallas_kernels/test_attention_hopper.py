@@ -143,8 +143,8 @@ MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
         pytest.param(Step(queries=(1, 18), contexts=(129, 18), rows=24, group=8, page=128),
                      Schedule(consumers=2, ctas=1), None, marks=pytest.mark.slow),
     ],
-    ids=["two_warpgroups", "overlap_scores", "window", "half_rows", "decode_group_3", "half_rows_window",
-         "half_rows_scores", "under_products", "page_of_128"],
+    ids=["two_warpgroups", "overlap_scores", "window", "half_rows", "decode_group_3",
+         "half_rows_window", "half_rows_scores", "under_products", "page_of_128"],
 )  # fmt: skip
 def test_interpreted_kernel_attends(step, schedule, window):
     check(*interpreted(step, schedule, window=window))
