@@ -10,11 +10,11 @@ from jax import lax
 
 from .hopper_math import (
     TILE,
+    both_halves,
     first_half,
     fused_multiply_add,
     rows_to_tile,
     sum_rows,
-    with_first_half,
 )
 from .hopper_problem import I32, Cta
 from .schedule import WARPGROUP_ROWS
@@ -44,7 +44,7 @@ def issue_scores(s_ref, slot, wg, cta: Cta):
 
 
 def first_scores(slot, wg, cta: Cta):
-    """s = q k^T float32[rows, kv_block] of an item's first block."""
+    """s = q k^T float32[64, kv_block] of an item's first block."""
 
     def score(s_ref):
         issue_scores(s_ref, slot, wg, cta)
@@ -52,35 +52,41 @@ def first_scores(slot, wg, cta: Cta):
         return s_ref[...]
 
     await_turn(wg, cta)
-    s = own_rows(pl.run_scoped(score, score_accumulator(cta)), cta)
+    s = pl.run_scoped(score, score_accumulator(cta))
     plgpu.barrier_arrive(cta.memory.k_consumed.at[slot])
     return s
 
 
 def own_rows(x, cta: Cta):
-    """The rows of a [64, n] accumulator that the softmax is done for."""
-    return first_half(x, interpret=cta.interpret) if cta.schedule.half_rows else x
+    """The rows of a [64, n] accumulator that the softmax is done for.
+
+    With half the rows, the registers of the others stay in use until here: where parts of an
+    accumulator are dead from the product on, ptxas finds no registers for products in flight and
+    lets each wait for the one before (its remark C7511), which costs more than the rows.
+    """
+    if x.shape[0] == cta.rows:
+        return x
+    return first_half(lax.optimization_barrier(x), interpret=cta.interpret)
 
 
 def scale_rows(acc, factor, cta: Cta):
-    """acc [64, n] times float32[rows]; rows that hold no query may stay as they are."""
-    scaled = own_rows(acc, cta) * rows_to_tile(factor, acc.shape[1], layout=cta.tile)
-    if not cta.schedule.half_rows:
-        return scaled
-    return with_first_half(acc, scaled, interpret=cta.interpret)
+    """acc [64, n] times float32[rows]; also the rows that hold no query, see `own_rows`."""
+    if cta.schedule.half_rows:
+        factor = both_halves(factor, interpret=cta.interpret)
+    return acc * rows_to_tile(factor, acc.shape[1])
 
 
 def row_operand(p, cta: Cta):
-    """p [rows, n] as the left operand [64, n] of a product: rows that hold no query are zero."""
-    if not cta.schedule.half_rows:
-        return p
-    zeros = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, p.shape[1]), p.dtype), TILE)
-    return with_first_half(zeros, p, interpret=cta.interpret)
+    """p [rows, n] as the left operand [64, n] of a product; rows that hold no query are copies.
+
+    Zeros would do, but ptxas makes them between the products, which then wait for one another.
+    """
+    return both_halves(p, interpret=cta.interpret) if cta.schedule.half_rows else p
 
 
 def mask_scores(s, block, position, cta: Cta):
     """-inf where a key lies behind its query or before the window; row 0 stands at `position`."""
-    problem = cta.problem
+    problem, s = cta.problem, own_rows(s, cta)
     row = plgpu.broadcasted_iota(I32, s.shape, 0, layout=cta.tile)
     column = plgpu.broadcasted_iota(I32, s.shape, 1, layout=cta.tile)
     query = position + (row & (cta.row_of(1, 0) - 1))
@@ -102,7 +108,7 @@ def softmax_step(s, state, cta: Cta):
 
 def softmax_of_rows(s, m, total, cta: Cta):
     """What a block's scores make of the row state: (p in the value dtype, factor of acc, m, l)."""
-    problem = cta.problem
+    problem, s = cta.problem, own_rows(s, cta)
     c, fma = problem.log2_scale, functools.partial(fused_multiply_add, interpret=problem.interpret)
     new_m = jnp.maximum(m, s.max(axis=1) * c)
     alpha = jnp.exp2(m - new_m)
@@ -176,11 +182,14 @@ def accumulate_and_score(acc, p, slot, next_slot, wg, cta: Cta):
     acc, s = pl.run_state(issue)(refs)
     plgpu.barrier_arrive(mem.v_consumed.at[slot])
     plgpu.barrier_arrive(mem.k_consumed.at[next_slot])
-    return acc, own_rows(s, cta)
+    return acc, s
 
 
 def softmax_under_scores(s, state, next_slot, wg, cta: Cta):
-    """softmax_step while the tensor cores make the next block's scores: (p, state, next scores)."""
+    """softmax_step of the block's own rows, while the tensor cores make the next block's scores.
+
+    Returns (p, state, next scores).
+    """
 
     def overlap(s_ref):
         issue_scores(s_ref, next_slot, wg, cta)
@@ -189,7 +198,7 @@ def softmax_under_scores(s, state, next_slot, wg, cta: Cta):
 
     p, new_state, scores = pl.run_scoped(overlap, score_accumulator(cta))
     plgpu.barrier_arrive(cta.memory.k_consumed.at[next_slot])
-    return p, new_state, own_rows(scores, cta)
+    return p, new_state, scores
 
 
 def softmax_under_products(s, p, state, slot, next_slot, wg, cta: Cta):
@@ -218,7 +227,7 @@ def softmax_under_products(s, p, state, slot, next_slot, wg, cta: Cta):
     acc, scores, p, alpha, m, total = pl.run_state(overlap)((*accumulators, p, m, m, total))
     plgpu.barrier_arrive(mem.v_consumed.at[slot])
     plgpu.barrier_arrive(mem.k_consumed.at[next_slot])
-    return p, (scale_rows(acc, alpha, cta), m, total), own_rows(scores, cta)
+    return p, (scale_rows(acc, alpha, cta), m, total), scores
 
 
 def _interpreted_product(p, v_ref, p_smem) -> jax.Array:

@@ -48,14 +48,13 @@ def attend_item(item: Item, step, wg, cta: Cta):
     def slot_of(block):
         return lax.rem(step + block - lo, I32(cta.schedule.stages))
 
-    def masked_scores(s, block):
-        return mask_scores(s, block, position, cta)
+    def scores_of(s, block, *, masked: bool = True):
+        return mask_scores(s, block, position, cta) if masked else s
 
     def attend_block(block, carry, *, masked: bool):
         s, state = carry
         slot, next_slot = slot_of(block), slot_of(block + 1)
-        if masked:
-            s = masked_scores(s, block)
+        s = scores_of(s, block, masked=masked)
         if cta.schedule.overlap == "scores":
             p, (acc, m, total), s = softmax_under_scores(s, state, next_slot, wg, cta)
             acc = accumulate(acc, p, slot, wg, cta)
@@ -66,15 +65,14 @@ def attend_item(item: Item, step, wg, cta: Cta):
 
     def attend_block_late(block, carry, *, masked: bool):
         s, p, state = carry
-        if masked:
-            s = masked_scores(s, block)
+        s = scores_of(s, block, masked=masked)
         slots = slot_of(block - 1), slot_of(block + 1)
         p, state, s = softmax_under_products(s, p, state, *slots, wg, cta)
         return s, p, state
 
     def first_block_late(_, carry):
         s, _, state = carry
-        p, state, s = softmax_under_scores(masked_scores(s, lo), state, slot_of(lo + 1), wg, cta)
+        p, state, s = softmax_under_scores(scores_of(s, lo), state, slot_of(lo + 1), wg, cta)
         return s, p, state
 
     def add_block_before_last(_, carry):
@@ -96,7 +94,8 @@ def attend_item(item: Item, step, wg, cta: Cta):
     plgpu.barrier_wait(cta.memory.q_loaded.at[wg])
     s, state = first_scores(slot_of(lo), wg, cta), empty_state(cta)
     if cta.schedule.overlap == "products":  # loops of one turn, or of none if there is one block
-        carry = s, s.astype(problem.dtype), state
+        p = plgpu.layout_cast(jnp.zeros((cta.rows, problem.kv_block), problem.dtype), cta.tile)
+        carry = s, p, state
         carry = lax.fori_loop(lo, jnp.minimum(lo + 1, last), first_block_late, carry)
         carry = through_blocks(attend_block_late, carry, lo + 1)
         before = jnp.maximum(last - 1, lo)
@@ -104,7 +103,7 @@ def attend_item(item: Item, step, wg, cta: Cta):
     else:
         s, state = through_blocks(attend_block, (s, state), lo)
     plgpu.barrier_arrive(cta.memory.q_consumed)
-    p, (acc, m, total) = softmax_step(masked_scores(s, last), state, cta)
+    p, (acc, m, total) = softmax_step(scores_of(s, last), state, cta)
     acc = accumulate(acc, p, slot_of(last), wg, cta, zero_tail_of=(item.context, last))
     return (acc, m, total), step + hi - lo
 

@@ -10,6 +10,7 @@ import math
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray, Tiling
 from jax.extend.mlir.dialects import arith as mlir_arith
 from jax.extend.mlir.dialects import math as mlir_math
@@ -27,7 +28,8 @@ HALF_TILE = plgpu.Layout.TILED(
     Tiling(((32, 8), (8, 8), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
 HALF_ROW = HALF_TILE.reduce(1)
-WARP_ROWS, HALF_AXIS = 16, 4  # rows a warp; axis of TILE's registers that numbers its two halves
+WARP_ROWS = 16
+HALF_AXIS = {2: 4, 1: 2}  # which axis of the registers of TILE, and of ROW, numbers the two halves
 
 
 def fused_multiply_add(a, b, c, *, layout, interpret: object):
@@ -102,41 +104,35 @@ def first_half(x, *, interpret: object):
 
     @plgpu.inline_mgpu(arg_types=(TILE,), return_type=result)
     def take(_, x):
-        return _halves(x)[0]
+        layout = HALF_TILE.to_mgpu()
+        registers = x.registers.take(0, HALF_AXIS[2])
+        return FragmentedArray(
+            _registers=registers.reshape(layout.registers_shape(result.shape)),
+            _layout=layout,
+            _is_signed=x.is_signed,
+        )
 
     return take(x)
 
 
-def with_first_half(x, half, *, interpret: object):
-    """x [64, n] with `half` [32, n] for the first eight rows of each warp."""
+def both_halves(x, *, interpret: object):
+    """[32, ...] in HALF_TILE or HALF_ROW -> [64, ...]: a warp's last eight rows like its first."""
+    shape = (2 * x.shape[0], *x.shape[1:])
     if interpret:
-        rest = x.reshape(-1, WARP_ROWS, x.shape[1])[:, WARP_ROWS // 2 :]
-        both = [half.reshape(rest.shape), rest]
-        return jnp.concatenate(both, axis=1).reshape(x.shape)
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, TILE)
+        eights = x.reshape(-1, 1, WARP_ROWS // 2, *x.shape[1:])
+        return jnp.repeat(eights, 2, axis=1).reshape(shape)
+    half, whole = (HALF_TILE, TILE) if x.ndim == 2 else (HALF_ROW, ROW)
+    result = plgpu.ShapeDtypeStruct(shape, x.dtype, whole)
 
-    @plgpu.inline_mgpu(arg_types=(TILE, HALF_TILE), return_type=result)
-    def put(_, x, half):
-        registers = x.registers.copy()
-        registers[(slice(None),) * HALF_AXIS + (0,)] = half.registers.reshape(
-            registers[(slice(None),) * HALF_AXIS + (0,)].shape
-        )
-        return FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
+    @plgpu.inline_mgpu(arg_types=(half,), return_type=result)
+    def repeat(_, x):
+        layout = whole.to_mgpu()
+        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        for one in np.moveaxis(registers, HALF_AXIS[len(shape)], 0):
+            one[...] = x.registers.reshape(one.shape)
+        return FragmentedArray(_registers=registers, _layout=layout, _is_signed=x.is_signed)
 
-    return put(x, half)
-
-
-def _halves(x) -> list[FragmentedArray]:
-    layout = HALF_TILE.to_mgpu()
-    shape = layout.registers_shape((x.shape[0] // 2, x.shape[1]))
-    return [
-        FragmentedArray(
-            _registers=x.registers.take(half, HALF_AXIS).reshape(shape),
-            _layout=layout,
-            _is_signed=x.is_signed,
-        )
-        for half in range(2)
-    ]
+    return repeat(x)
 
 
 def store_plain(ref, x, *, layout=TILE, interpret: object):
