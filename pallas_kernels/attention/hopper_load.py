@@ -1,7 +1,5 @@
 """The loader warpgroup of the Hopper attention kernel: TMA copies of queries and pages."""
 
-import dataclasses
-
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -9,6 +7,8 @@ from jax import lax
 
 from . import hopper_work as work
 from .hopper_problem import I32, Cta, Item, block_range, count_rounds, read_item
+
+RUN_AHEAD = True
 
 
 def load_items(refs, cta: Cta):
@@ -19,12 +19,9 @@ def load_items(refs, cta: Cta):
     """
     q_gmem, k_gmem, v_gmem, tiles_gmem, count_gmem, pages_gmem = refs
     mem, stages = cta.memory, cta.schedule.stages
-    first = read_item(tiles_gmem, I32(0), cta)  # while the count is on its way
-    rounds = count_rounds(count_gmem, cta)
 
-    def load_item(turn, carry):
-        step, item = carry[0], Item(*carry[1:])
-        following = read_item(tiles_gmem, jnp.minimum(turn + 1, rounds - 1), cta)
+    def load_item(turn, step):
+        item = read_item(tiles_gmem, turn, cta)
         lo, hi = block_range(item, cta.problem)
 
         def load_block(block, step):
@@ -46,22 +43,23 @@ def load_items(refs, cta: Cta):
                 load_pages(source, pages, target.at[slot], loaded.at[slot], columns, item, cta)
             return step + 1
 
-        # A later item's first blocks come before its queries, whose room is taken until the item
-        # before is nearly done, so that the memory never idles between items. One slot is left:
-        # the queries must not wait for the last block of the item before.
-        pl.when(turn == 0)(lambda: load_queries(q_gmem, item, cta))
-        ahead = jnp.where(turn > 0, jnp.minimum(lo + (stages - 1), hi), lo)
-        step = lax.fori_loop(lo, ahead, load_block, step)
+        rest = lo
+        if RUN_AHEAD and cta.schedule.consumers == 1:
+            # A later item's first blocks come before its queries, whose room is taken until the
+            # item before is nearly done, so that the memory never idles between items. One slot
+            # is left: the queries must not wait for the last block of the item before.
+            rest = jnp.where(turn > 0, jnp.minimum(lo + (stages - 1), hi), lo)
+            step = lax.fori_loop(lo, rest, load_block, step)
 
         @pl.when(turn > 0)
         def _():
             plgpu.barrier_wait(mem.q_consumed)
-            load_queries(q_gmem, item, cta)
 
-        step = lax.fori_loop(ahead, hi, load_block, step)
-        return step, *_fields(following)
+        load_queries(q_gmem, item, cta)
+        return lax.fori_loop(rest, hi, load_block, step)
 
-    steps, *_ = lax.fori_loop(I32(0), rounds, load_item, (I32(0), *_fields(first)))
+    rounds = count_rounds(count_gmem, cta)
+    steps = lax.fori_loop(I32(0), rounds, load_item, I32(0))
 
     @pl.loop(I32(0), jnp.minimum(steps, stages))
     def _drain(slot):  # every completed phase is seen before the barriers go
@@ -71,10 +69,6 @@ def load_items(refs, cta: Cta):
     @pl.when(rounds > 0)
     def _():
         plgpu.barrier_wait(mem.q_consumed)
-
-
-def _fields(item: Item) -> tuple:
-    return tuple(getattr(item, field.name) for field in dataclasses.fields(item))
 
 
 def load_queries(q_gmem, item: Item, cta: Cta):

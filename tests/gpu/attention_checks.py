@@ -247,13 +247,15 @@ def check_case(case: BitCase) -> dict:
 
 def decode_schedules(case: BitCase) -> dict[str, Schedule]:
     """Further schedules for decode, by name, with room for a float32 o."""
-    found = {"under_products": UNDER_PRODUCTS}
-    if case.group <= 4:
-        half = dataclasses.replace(UNDER_PRODUCTS, half_rows=True)
-        found["half_rows"] = dataclasses.replace(DECODE, half_rows=True)
+    if case.group > 4:
+        return {"under_products": UNDER_PRODUCTS}
+    found = {}
+    for name, schedule in (("scores", DECODE), ("products", UNDER_PRODUCTS)):
+        half = dataclasses.replace(schedule, half_rows=True)
         for columns in (1, 2, 4) if case.head_dim == 128 else (1, 2):
-            found[f"half_rows_{columns}_parts"] = dataclasses.replace(half, columns=columns)
-        found["few_ctas_half_rows"] = dataclasses.replace(half, columns=2, ctas=7)
+            parts = dataclasses.replace(half, columns=columns)
+            found[f"half_rows_{name}_{columns}_parts"] = parts
+        found[f"half_rows_{name}_few_ctas"] = dataclasses.replace(half, ctas=7)
     return found
 
 
