@@ -241,9 +241,22 @@ def driver_version() -> str:
 
 
 def candidates(case: Case, *, every: bool) -> list[Schedule]:
-    chosen = schedule_for(tokens=case.tokens, requests=len(case.queries), head_dim=HEAD_DIM)
-    other = "turns" if chosen.overlap == "scores" else "scores"
-    return [chosen, dataclasses.replace(chosen, overlap=other)] if every else [chosen]
+    chosen = schedule_for(
+        tokens=case.rows,
+        requests=max(len(case.queries), case.rows if case.decode else 0),
+        kv_heads=KV_HEADS,
+        group=GROUP,
+        head_dim=HEAD_DIM,
+    )
+    if not every:
+        return [chosen]
+    if case.decode:
+        other = dataclasses.replace(chosen, half_rows=False, columns=1, stages=3)
+    else:
+        other = dataclasses.replace(
+            chosen, overlap="turns" if chosen.overlap == "scores" else "scores"
+        )
+    return [chosen, other]
 
 
 def main() -> int:

@@ -100,24 +100,18 @@ def mask_scores(s, block, position, cta: Cta):
 def softmax_step(s, state, cta: Cta):
     """The online softmax of one block: (p in the value dtype, (rescaled acc, m, l))."""
     acc, m, total = state
-    p, alpha, m, total = softmax_of_rows(s, m, total, cta)
-    acc = scale_rows(acc, alpha, cta)
-    acc, total, m, p = lax.optimization_barrier((acc, total, m, p))
-    return p, (acc, m, total)
-
-
-def softmax_of_rows(s, m, total, cta: Cta):
-    """What a block's scores make of the row state: (p in the value dtype, factor of acc, m, l)."""
     problem, s = cta.problem, own_rows(s, cta)
     c, fma = problem.log2_scale, functools.partial(fused_multiply_add, interpret=problem.interpret)
     new_m = jnp.maximum(m, s.max(axis=1) * c)
     alpha = jnp.exp2(m - new_m)
     least = rows_to_tile(-new_m, problem.kv_block, layout=cta.tile)
     e = jnp.exp2(fma(s, c, least, layout=cta.tile))
+    acc = scale_rows(acc, alpha, cta)
     p = e.astype(problem.dtype)
     row_sum = sum_rows(e, half=cta.schedule.half_rows, interpret=problem.interpret)
     total = fma(total, alpha, row_sum, layout=cta.row)
-    return p, alpha, new_m, total
+    acc, total, new_m, p = lax.optimization_barrier((acc, total, new_m, p))
+    return p, (acc, new_m, total)
 
 
 def zero_values_behind(context, block, slot, wg, cta: Cta):
@@ -199,35 +193,6 @@ def softmax_under_scores(s, state, next_slot, wg, cta: Cta):
     p, new_state, scores = pl.run_scoped(overlap, score_accumulator(cta))
     plgpu.barrier_arrive(cta.memory.k_consumed.at[next_slot])
     return p, new_state, scores
-
-
-def softmax_under_products(s, p, state, slot, next_slot, wg, cta: Cta):
-    """softmax_step while the tensor cores add the block before and make the next block's scores.
-
-    `p` and `slot` are of the block before; `state` is rescaled for it, and it is not in acc yet.
-    Returns (p, state, next scores).
-    """
-    acc, m, total = state
-    if cta.interpret:
-        acc = accumulate(acc, p, slot, wg, cta)
-        scores = first_scores(next_slot, wg, cta)
-        return *softmax_step(s, (acc, m, total), cta), scores
-    mem, operand = cta.memory, row_operand(p, cta)
-
-    def overlap(refs):
-        acc_ref, s_ref, p_ref, alpha_ref, m_ref, total_ref = refs
-        plgpu.wgmma(acc_ref, operand, mem.v_smem.at[slot])
-        issue_scores(s_ref, next_slot, wg, cta)
-        results = lax.optimization_barrier(softmax_of_rows(s, m, total, cta))
-        p_ref[...], alpha_ref[...], m_ref[...], total_ref[...] = results
-
-    plgpu.barrier_wait(mem.v_loaded.at[slot])
-    empty = jnp.zeros((WARPGROUP_ROWS, cta.problem.kv_block), jnp.float32)
-    accumulators = plgpu.ACC.init(acc), plgpu.ACC.init(plgpu.layout_cast(empty, TILE))
-    acc, scores, p, alpha, m, total = pl.run_state(overlap)((*accumulators, p, m, m, total))
-    plgpu.barrier_arrive(mem.v_consumed.at[slot])
-    plgpu.barrier_arrive(mem.k_consumed.at[next_slot])
-    return p, (scale_rows(acc, alpha, cta), m, total), scores
 
 
 def _interpreted_product(p, v_ref, p_smem) -> jax.Array:

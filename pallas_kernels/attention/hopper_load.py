@@ -8,8 +8,6 @@ from jax import lax
 from . import hopper_work as work
 from .hopper_problem import I32, Cta, Item, block_range, count_rounds, read_item
 
-RUN_AHEAD = True
-
 
 def load_items(refs, cta: Cta):
     """Loads each item's queries, then its keys and values block by block, as room comes free.
@@ -44,7 +42,7 @@ def load_items(refs, cta: Cta):
             return step + 1
 
         rest = lo
-        if RUN_AHEAD and cta.schedule.consumers == 1:
+        if cta.schedule.consumers == 1:
             # A later item's first blocks come before its queries, whose room is taken until the
             # item before is nearly done, so that the memory never idles between items. One slot
             # is left: the queries must not wait for the last block of the item before.

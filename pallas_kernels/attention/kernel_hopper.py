@@ -15,9 +15,12 @@ request's last key are zeroed in shared memory, so that a page never written can
 No range of keys is split, unless the topology says so: then o and lse of each range of `kv_split`
 keys are made so, in float32, and `hopper_splits` merges them. Every row is rescaled at every block.
 
-Grid: persistent CTAs over (tile, KV head) items, longest first. A tile holds consecutive query
-tokens of one request. A consumer warpgroup owns 64 of its rows, row = head in group * tokens +
-token, and always runs the same body; one more warpgroup loads queries, keys and values by TMA.
+Grid: persistent CTAs over (tile, KV head) items, longest first; with `Schedule.columns` an item is
+cut into parts of the value columns, each of which makes all scores and meets all keys. A tile holds
+consecutive query tokens of one request. A consumer warpgroup owns 64 of its rows, row = head in
+group * tokens + token, and always runs the same body; with `Schedule.half_rows` that body's softmax
+is done for the half of the rows that can hold a query. One more warpgroup loads queries, keys and
+values by TMA.
 """
 
 import dataclasses
@@ -48,7 +51,7 @@ from .hopper_problem import (
 )
 from .hopper_splits import LINE, merge_splits
 from .hopper_store import store_rows
-from .schedule import SHARED_BYTES, Schedule, schedule_for, warpgroup_tokens
+from .schedule import MOST_HALF, SHARED_BYTES, Schedule, schedule_for, warpgroup_tokens
 from .topology import AttentionTopology
 
 CONSUMER_REGISTERS = 232  # two consumer warpgroups and a loader share 65,536 registers
@@ -177,7 +180,7 @@ def attention_hopper(
     page ids, the page size, or the schedule.
     """
     tokens, kv_heads, group, head_dim = q.shape
-    _check(q, k_pages, scale, kv_block)
+    _check(q, k_pages, scale, kv_block, schedule)
     padded = -(-tokens // work.ALIGN) * work.ALIGN
     problem = Problem(
         kv_heads=kv_heads,
@@ -264,9 +267,16 @@ def attention_hopper_op(
         page_table=page_table,
         num_tokens=num_tokens,
     )
-    schedule = schedule_for(tokens=q.shape[0], requests=page_table.shape[0], head_dim=q.shape[3])
+    tokens, kv_heads, group, head_dim = q.shape
+    schedule = schedule_for(
+        tokens=tokens,
+        requests=page_table.shape[0],
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+    )
     if topology.kv_split is not None:  # float32 results take the room of a third stage
-        schedule = dataclasses.replace(schedule, stages=2)
+        schedule = dataclasses.replace(schedule, stages=2, columns=1)
     return attention_hopper(
         q,
         k_pages,
@@ -292,7 +302,9 @@ def _untile_lse(
     return lse_tiles[tile[:, None, None], head, wg, row]
 
 
-def _check(q: jax.Array, k_pages: jax.Array, scale: float, kv_block: int) -> None:
+def _check(
+    q: jax.Array, k_pages: jax.Array, scale: float, kv_block: int, schedule: Schedule
+) -> None:
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"Hopper attention takes bfloat16 or float16, got {q.dtype}")
     if q.shape[3] not in (64, 128):
@@ -307,5 +319,7 @@ def _check(q: jax.Array, k_pages: jax.Array, scale: float, kv_block: int) -> Non
             f"page_size={page_size} must be a multiple of 8, and divide kv_block={kv_block} or be "
             "a multiple of it"
         )
+    if schedule.half_rows and q.shape[2] > MOST_HALF:
+        raise ValueError(f"half_rows serves up to {MOST_HALF} query heads a KV head, {q.shape[2]}")
     if scale <= 0:
         raise ValueError(f"scale={scale} must be positive")

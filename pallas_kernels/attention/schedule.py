@@ -8,6 +8,7 @@ row, and when.
 import dataclasses
 
 WARPGROUP_ROWS = 64  # query rows of one consumer warpgroup: the m of the wgmma instruction
+MOST_HALF = 4  # query heads a KV head that have a warp each, its first eight rows for tokens
 LONG = 16_384  # query tokens a request from which "scores" beat "turns" on an H200
 SHARED_BYTES = 232_448  # shared memory that one CTA may use on sm90
 
@@ -41,8 +42,8 @@ class Schedule:
             raise ValueError(f"consumers={self.consumers} must be 1 or 2")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2")
-        if self.overlap not in ("turns", "scores", "products"):
-            raise ValueError(f"overlap={self.overlap!r} must be 'turns', 'scores' or 'products'")
+        if self.overlap not in ("turns", "scores"):
+            raise ValueError(f"overlap={self.overlap!r} must be 'turns' or 'scores'")
         if self.ctas < 1:
             raise ValueError(f"ctas={self.ctas} must be at least 1")
         if self.half_rows and self.consumers != 1:
@@ -62,13 +63,33 @@ def warpgroup_tokens(group: int) -> int:
     return 8 * (WARPGROUP_ROWS // (8 * group))
 
 
-def schedule_for(*, tokens: int, requests: int, head_dim: int, ctas: int = 132) -> Schedule:
+def schedule_for(
+    *, tokens: int, requests: int, kv_heads: int, group: int, head_dim: int, ctas: int = 132
+) -> Schedule:
     """Picks the schedule of a batch of `tokens` query tokens in `requests` requests.
 
     Invariance: every schedule gives the same bits, so this may look at the row count.
     """
     if tokens <= 2 * requests:  # decode: a tile holds a token or two, a second warpgroup would idle
-        stages = 3 if head_dim == 128 else 6
-        return Schedule(consumers=1, stages=stages, overlap="scores", ctas=ctas)
+        return _decode_schedule(tokens * kv_heads, group=group, head_dim=head_dim, ctas=ctas)
     overlap = "scores" if tokens >= LONG * requests else "turns"
     return Schedule(consumers=2, stages=2 if head_dim == 128 else 4, overlap=overlap, ctas=ctas)
+
+
+def _decode_schedule(items: int, *, group: int, head_dim: int, ctas: int) -> Schedule:
+    """For `items` pairs of a token and a KV head."""
+    half, columns = group <= MOST_HALF, 1
+    if half:
+        # A chain of blocks is shorter if several CTAs share its value columns; 32 at least each.
+        fits = [n for n in (4, 2) if items * n <= ctas and head_dim // n >= 32]
+        columns = fits[0] if fits else 1
+    # With every CTA at work, two blocks in flight keep the memory busy, and more disturb it.
+    stages = 2 if half and items >= ctas else 3
+    return Schedule(
+        consumers=1,
+        stages=stages if head_dim == 128 else 2 * stages,
+        overlap="scores",
+        ctas=ctas,
+        half_rows=half,
+        columns=columns,
+    )

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from bi_jax.pallas_kernels.attention.kernel_hopper import attention_hopper
-from bi_jax.pallas_kernels.attention.schedule import Schedule
+from bi_jax.pallas_kernels.attention.schedule import MOST_HALF, Schedule, schedule_for
 from bi_jax.pallas_kernels.ragged import RaggedBatch
 
 KV_BLOCK, PAGE = 128, 64
@@ -24,8 +24,6 @@ PREFILL = Schedule(consumers=2, stages=2)
 AHEAD = Schedule(consumers=2, stages=2, overlap="scores")
 ONE = Schedule(consumers=1, stages=2)
 DECODE = Schedule(consumers=1, stages=2, overlap="scores")  # float32 o takes a third stage's room
-DECODE_ROUNDED = Schedule(consumers=1, stages=3, overlap="scores")
-UNDER_PRODUCTS = Schedule(consumers=1, stages=2, overlap="products")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,8 +200,16 @@ def check_case(case: BitCase) -> dict:
     def compare(name, got, rows):
         differ[name] = [differing(got[0], o[rows]), differing(got[1], lse[rows])]
 
-    def compare_rounded(name, parts, rows):
-        got, _ = run(parts, schedule=DECODE_ROUNDED, seed=6, out_dtype=None)
+    def compare_rounded(name, parts, rows, tokens):
+        """With the table's schedule for that many tokens."""
+        chosen = schedule_for(
+            tokens=tokens,
+            requests=tokens,
+            kv_heads=case.kv_heads,
+            group=case.group,
+            head_dim=case.head_dim,
+        )
+        got, _ = run(parts, schedule=chosen, seed=6, out_dtype=None)
         differ[name] = [differing(got, o[rows].astype(case.element)), 0]
 
     compare("again", run(whole, schedule=PREFILL, seed=1), every)
@@ -222,7 +228,8 @@ def check_case(case: BitCase) -> dict:
     for name, schedule in decode_schedules(case).items():
         compare(name, run(steps, schedule=schedule, seed=7), places)
     if case.kv_split is None:
-        compare_rounded("decode_rounded", steps, places)
+        for tokens in (1, 8, 256):
+            compare_rounded(f"decode_rounded_like_{tokens}", steps, places, tokens)
     compare("decode_two_wg", run(steps[::-1], schedule=PREFILL), places[::-1])
     compare("alone", run(steps[-1:], schedule=DECODE), places[-1:])
     control = run(whole, schedule=ONE, kv_block=64)
@@ -247,15 +254,12 @@ def check_case(case: BitCase) -> dict:
 
 def decode_schedules(case: BitCase) -> dict[str, Schedule]:
     """Further schedules for decode, by name, with room for a float32 o."""
-    if case.group > 4:
-        return {"under_products": UNDER_PRODUCTS}
-    found = {}
-    for name, schedule in (("scores", DECODE), ("products", UNDER_PRODUCTS)):
-        half = dataclasses.replace(schedule, half_rows=True)
-        for columns in (1, 2, 4) if case.head_dim == 128 else (1, 2):
-            parts = dataclasses.replace(half, columns=columns)
-            found[f"half_rows_{name}_{columns}_parts"] = parts
-        found[f"half_rows_{name}_few_ctas"] = dataclasses.replace(half, ctas=7)
+    if case.group > MOST_HALF:
+        return {}
+    half = dataclasses.replace(DECODE, half_rows=True)
+    found = {"half_rows_few_ctas": dataclasses.replace(half, ctas=7)}
+    for columns in (1, 2, 4) if case.head_dim == 128 else (1, 2):
+        found[f"half_rows_{columns}_parts"] = dataclasses.replace(half, columns=columns)
     return found
 
 

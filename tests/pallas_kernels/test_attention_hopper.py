@@ -118,7 +118,7 @@ def check(got, want):
     assert np.abs(lse - true_lse).max() < 1e-5
 
 
-HALF = dict(consumers=1, overlap="products", half_rows=True)
+HALF = dict(consumers=1, overlap="scores", half_rows=True)
 MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
 
 
@@ -135,16 +135,12 @@ MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
         pytest.param(Step(queries=(1, 2, 1), contexts=(300, 140, 520), rows=4),
                      Schedule(**HALF, columns=2, ctas=3), 200, marks=pytest.mark.slow),
         pytest.param(Step(queries=(1, 1), contexts=(140, 130), rows=2, group=1, kv_heads=2),
-                     Schedule(**HALF | dict(overlap="scores"), ctas=2), None,
-                     marks=pytest.mark.slow),
-        pytest.param(Step(queries=(1, 3), contexts=(520, 130), rows=4, group=8),
-                     Schedule(consumers=1, overlap="products", ctas=1), None,
-                     marks=pytest.mark.slow),
+                     Schedule(**HALF, ctas=2), None, marks=pytest.mark.slow),
         pytest.param(Step(queries=(1, 18), contexts=(129, 18), rows=24, group=8, page=128),
                      Schedule(consumers=2, ctas=1), None, marks=pytest.mark.slow),
     ],
     ids=["two_warpgroups", "overlap_scores", "window", "half_rows", "decode_group_3",
-         "half_rows_window", "half_rows_scores", "under_products", "page_of_128"],
+         "half_rows_window", "half_rows_group_1", "page_of_128"],
 )  # fmt: skip
 def test_interpreted_kernel_attends(step, schedule, window):
     check(*interpreted(step, schedule, window=window))
@@ -220,7 +216,9 @@ def lowered(tokens, requests, shape, *, dtype="bfloat16", page=64, **options):
     )  # fmt: skip
     q = jax.ShapeDtypeStruct((tokens, kv_heads, group, head_dim), dtype)
     pages = jax.ShapeDtypeStruct((40, kv_heads, page, head_dim), dtype)
-    schedule = schedule_for(tokens=tokens, requests=requests, head_dim=head_dim)
+    schedule = schedule_for(
+        tokens=tokens, requests=requests, kv_heads=kv_heads, group=group, head_dim=head_dim
+    )
     options = dict(scale=SCALE, window=None, kv_block=128, schedule=schedule) | options
 
     def call(q, k, v, batch):
@@ -312,6 +310,11 @@ def test_ranges_of_a_tile():
         (dict(shape=(2, 9, 128)), NotImplementedError, "1 to 8"),
         (dict(page=12), NotImplementedError, "page_size=12"),
         (dict(schedule=Schedule(stages=4)), ValueError, "shared memory"),
+        (
+            dict(shape=(2, 5, 128), schedule=Schedule(consumers=1, half_rows=True)),
+            ValueError,
+            "half_rows",
+        ),
         (dict(scale=0.0), ValueError, "scale=0.0"),
     ],
     ids=str,
@@ -370,4 +373,22 @@ def test_schedule_says_what_is_wrong():
         Schedule(consumers=3)
     with pytest.raises(ValueError, match="stages=1"):
         Schedule(stages=1)
+    with pytest.raises(ValueError, match="half_rows"):
+        Schedule(half_rows=True)
+    with pytest.raises(ValueError, match="columns=3"):
+        Schedule(columns=3)
     assert [warpgroup_tokens(g) for g in range(1, 9)] == [64, 32, 16, 16, 8, 8, 8, 8]
+
+
+def test_few_rows_are_shared_by_more_ctas():
+    def columns(tokens, *, group=4, head_dim=128, kv_heads=8):
+        chosen = schedule_for(
+            tokens=tokens, requests=tokens, kv_heads=kv_heads, group=group, head_dim=head_dim
+        )
+        assert chosen.consumers == 1 and chosen.half_rows == (group <= 4)
+        return chosen.columns
+
+    assert [columns(n) for n in (1, 4, 8, 16, 256)] == [4, 4, 2, 1, 1]
+    assert columns(1, group=8) == 1 and columns(1, head_dim=64, kv_heads=3) == 2
+    prefill = schedule_for(tokens=512, requests=8, kv_heads=8, group=4, head_dim=128)
+    assert prefill.consumers == 2 and prefill.columns == 1 and not prefill.half_rows
