@@ -100,12 +100,12 @@ class Program:
         return 1e6 * max(moved / bandwidth, 2 * self.rows * N * self.depth / PEAK)
 
 
-def programs() -> list[Program]:
+def programs(only: list[int]) -> list[Program]:
     found = []
     for degree in DEGREES:
         for case in DEPTHS:
             for rows in ROWS if degree == 1 else (256, 8192):
-                for contestant in CONTESTANTS:
+                for contestant in CONTESTANTS if rows in only else ():
                     if degree > 1 and contestant == "cuBLAS":
                         continue
                     if contestant == "separate" and (
@@ -130,13 +130,12 @@ def row_of(ours: Program, us: dict[str, float], bandwidth: float) -> dict[str, A
     return row
 
 
-def run(path: pathlib.Path) -> None:
+def run(path: pathlib.Path, todo: list[Program]) -> None:
     pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-    todo = programs()
     # Lowering holds Python's lock; what is lowered compiles beside it.
     futures = [pool.submit(program.lowered().compile) for program in todo]
     bandwidth = copy_bandwidth()
-    head = header(bandwidth, [sys.argv[0], "--json out.json"])
+    head = header(bandwidth, sys.argv)
     rows = []
     cells: dict[Any, list[Any]] = {}
     for program, future in zip(todo, futures, strict=True):
@@ -158,13 +157,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--lower", action="store_true", help="lower every program, time nothing")
+    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS))
     arguments = parser.parse_args()
+    todo = programs(arguments.rows)
     if arguments.lower:
-        print(sum(program.lowered() is not None for program in programs()), "programs lowered")
+        print(sum(program.lowered() is not None for program in todo), "programs lowered")
     elif arguments.json is None:
         parser.error("give --json FILE or --lower")
     else:
-        run(arguments.json)
+        run(arguments.json, todo)
     return 0
 
 

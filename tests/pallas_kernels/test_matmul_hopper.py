@@ -292,7 +292,9 @@ def test_the_segmented_product_is_one_launch(segments, out_dtype):
         assert text.count("custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize(("segments", "rows"), [(2, 65), (4, 256), (8, 300), (8, 1 << 20)])
+@pytest.mark.parametrize(
+    ("segments", "rows"), [(2, 65), (4, 256), (8, 130), (8, 300), (8, 1 << 20)]
+)
 def test_schedules_of_segments_fit_the_chip(segments, rows):
     for out_dtype in ("bfloat16", "float32"):
         s = segmented_schedule_for(rows, 4096, 4096, segments=segments, out_dtype=out_dtype)
