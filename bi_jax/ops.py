@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from bi_jax.models.config import TransformerConfig
+from bi_jax.models.config import TP_INVARIANT, TransformerConfig
 from bi_jax.models.ops import TransformerOps
 from bi_jax.models.parallel_layout import ParallelLayout
 from bi_jax.pallas_kernels.attention import attention
@@ -15,14 +15,14 @@ from bi_jax.pallas_kernels.attention import topology_for as attention_topology
 from bi_jax.pallas_kernels.log_softmax import topology_for as log_softmax_topology
 from bi_jax.pallas_kernels.matmul import MatmulTopology, matmul, segmented_matmul, swiglu_matmul
 from bi_jax.pallas_kernels.primitive import HOPPER, REFERENCE
-from bi_jax.pallas_kernels.rms_norm import add_rms_norm, rms_norm
+from bi_jax.pallas_kernels.rms_norm import add_rms_norm, peer_add_rms_norm, rms_norm
 from bi_jax.pallas_kernels.rms_norm import topology_for as norm_topology
 from bi_jax.pallas_kernels.rope import rope_into_pages
 from bi_jax.pallas_kernels.rope import topology_for as rope_topology
 from bi_jax.pallas_kernels.sampling import topology_for as sampling_topology
 
 from .kv_cache import LayerPages
-from .row_products import cut_products, describe, layout_for
+from .row_products import Unsummed, cut_products, describe, layout_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +130,17 @@ def transformer_ops(
     }
     product = _bind(matmul, names.matmul, products)
     segmented = functools.partial(segmented_matmul, backend=names.matmul)
+    add_norm = _bind(add_rms_norm, names.rms_norm, norms)
+    if peers is not None:
+        tree = config.topology == TP_INVARIANT
+        over_peers = _bind(peer_add_rms_norm, names.rms_norm, norms)
+        over_peers = functools.partial(over_peers, tree=tree)
+        add_norm = functools.partial(_sum_and_add_norm, norm=add_norm, over=over_peers, peers=peers)
     return TransformerOps(
         matmul=product,
         swiglu_matmul=_bind(swiglu_matmul, names.matmul, products),
         rms_norm=_bind(rms_norm, names.rms_norm, norms),
-        add_rms_norm=_bind(add_rms_norm, names.rms_norm, norms),
+        add_rms_norm=add_norm,
         rope=_bind(_rope, names.rope, rotation),
         attend=_bind(_attend, names.attention, mixing),
         **cut_products(layout, product, segmented, merge=names.merge, peers=peers),
@@ -147,6 +153,23 @@ def transformer_ops(
 
 def _bind(op: Callable[..., Any], backend: str, topology: Any) -> Callable[..., Any]:
     return functools.partial(op, backend=backend, topology=topology)
+
+
+def _sum_and_add_norm(
+    x: jax.Array | Unsummed,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    num_rows: jax.Array | None = None,
+    norm: Callable[..., Any],
+    over: Callable[..., Any],
+    peers: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """`add_rms_norm` of what is summed over ranks already, or on the way."""
+    if isinstance(x, Unsummed):
+        return over(x.part, peers, residual, scale, eps=eps)
+    return norm(x, residual, scale, eps=eps, num_rows=num_rows)
 
 
 def _rope(

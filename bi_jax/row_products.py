@@ -11,8 +11,10 @@ Everything but the products and the merge moves data and adds nothing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,12 +28,21 @@ from bi_jax.models.parallel_layout import ABSENT, K_STEP, ParallelLayout
 from bi_jax.pallas_kernels.embedding import embedding
 from bi_jax.pallas_kernels.matmul.kernel_hopper import K_MULTIPLE as HOPPER_K_MULTIPLE
 from bi_jax.pallas_kernels.primitive import HOPPER
+from bi_jax.pallas_kernels.rms_norm import fits_peer_norm
 
 from .collectives import exact_psum_of_one, gather_along, ordered_psum, tree_psum
 
 TENSOR_AXIS = "tp"
 
 Product = Callable[..., jax.Array]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["part"], meta_fields=[])
+@dataclass(frozen=True)
+class Unsummed:
+    """A rank's float32 term [T, D] of a row product, which the next norm sums over ranks."""
+
+    part: jax.Array
 
 
 def layout_for(config: TransformerConfig, *, degree: int, backend: str) -> ParallelLayout:
@@ -59,7 +70,7 @@ def cut_products(
         they are then cut inside the program, to the same bits.
       matmul, segmented: `matmul` and `segmented_matmul`, backend and topology bound.
       merge: backend of the merge.
-      peers: as in `collectives.ordered_psum`.
+      peers: as in `collectives.ordered_psum`; few rows then come out `Unsummed`.
 
     Returns:
       The ops by their names in `TransformerOps`; of a degree above 1 for use under `shard_map`
@@ -70,16 +81,18 @@ def cut_products(
     axis = TENSOR_AXIS if layout.degree > 1 else None
     tree = layout.config.topology == TP_INVARIANT
 
-    def row_product(x: jax.Array, weight: jax.Array, num_rows: Any) -> jax.Array:
+    def row_product(x: jax.Array, weight: jax.Array, num_rows: Any) -> jax.Array | Unsummed:
         """x [T, segments * K], weight [segments, D, K] of this rank -> [T, D] on every rank."""
         if axis is None:
             return segmented(x, weight, num_rows=num_rows)
-        out_dtype = x.dtype.name
-        if not tree:
+        if tree:
+            part = segmented(x, weight, num_rows=num_rows, out_dtype="float32")
+        else:
             part = matmul(x, weight[0], num_rows=num_rows, out_dtype="float32")
-            return ordered_psum(part, axis, out_dtype=out_dtype, backend=merge, peers=peers)
-        part = segmented(x, weight, num_rows=num_rows, out_dtype="float32")
-        return tree_psum(part[None], axis, out_dtype=out_dtype, backend=merge, peers=peers)
+        if peers is not None and fits_peer_norm(part.shape):
+            return Unsummed(part)
+        kinds = dict(out_dtype=x.dtype.name, backend=merge, peers=peers)
+        return tree_psum(part[None], axis, **kinds) if tree else ordered_psum(part, axis, **kinds)
 
     def whole_product(
         x: jax.Array, weight: jax.Array, cuts: Sequence[int], depth: int, num_rows: Any
@@ -91,7 +104,9 @@ def cut_products(
         ]
         return tree_psum(jnp.stack(parts), None, out_dtype=x.dtype.name, backend=merge)
 
-    def out_product(mixed: jax.Array, weight: jax.Array, *, num_rows: jax.Array) -> jax.Array:
+    def out_product(
+        mixed: jax.Array, weight: jax.Array, *, num_rows: jax.Array
+    ) -> jax.Array | Unsummed:
         if weight.ndim == 2:
             cuts = [cut * layout.config.head_dim for cut in layout.head_cuts]
             flat = mixed.reshape(mixed.shape[0], -1)
@@ -99,7 +114,9 @@ def cut_products(
         x = _filled(_segments_of_heads(mixed, layout), weight.shape)
         return row_product(x, weight, num_rows)
 
-    def down_product(hidden: jax.Array, weight: jax.Array, *, num_rows: jax.Array) -> jax.Array:
+    def down_product(
+        hidden: jax.Array, weight: jax.Array, *, num_rows: jax.Array
+    ) -> jax.Array | Unsummed:
         if weight.ndim == 2:
             cuts = layout.width_cuts
             return whole_product(hidden, weight, cuts, layout.down_depth, num_rows)

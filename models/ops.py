@@ -60,7 +60,8 @@ class TransformerOps:
         tokens' keys and values in the cache.
       attend: q [T, Nkv, G, Dh] over the cache, in which this batch's keys are stored.
       out_product: (mixed [T, Nkv, G, Dh], weight, *, num_rows) -> [T, D]: summed over all heads.
-      down_product: (hidden [T, F], weight, *, num_rows) -> [T, D]: summed over all of F.
+      down_product: (hidden [T, F], weight, *, num_rows) -> [T, D]: summed over all of F. A model
+        hands what the two give to add_rms_norm as it is: a record may sum there.
       embed: (table, tokens [T], *, num_rows) -> [T, D] in the table's dtype; copies.
       logits: (hidden [R, D], weight, *, num_rows) -> float32 [R, V], the accumulators unrounded.
       description: backend and topology of every op, for the identity and for people.

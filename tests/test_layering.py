@@ -123,9 +123,11 @@ def test_an_arrow_against_the_order_is_seen():
     assert arrows_against("bi_jax", ORDER["bi_jax"], graph) == ["bi_jax.flags -> bi_jax.engine"]
 
 
-# The drawn token is scored by the one log-probability there is, not by a copy of it.
+# The drawn token is scored by the one log-probability there is, not by a copy of it, and the norm
+# that sums over ranks first does so by the exchange and in the order of the sum.
 SHARED_BODIES = {
     ("bi_jax.pallas_kernels.sampling", "bi_jax.pallas_kernels.log_softmax"),
+    ("bi_jax.pallas_kernels.rms_norm", "bi_jax.pallas_kernels.merge"),
 }
 
 

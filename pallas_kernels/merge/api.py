@@ -13,7 +13,7 @@ from ..primitive import HOPPER, REFERENCE, define_op
 from .hopper_peers import merge_peers_op
 from .kernel_hopper import merge_hopper_op
 from .reference import merge_reference
-from .topology import ASCENDING, TREE, MergeTopology
+from .topology import ASCENDING, TREE, MergeTopology, order_of
 from .vjp import merge_backward
 
 
@@ -123,8 +123,7 @@ def peer_sum(
         raise ValueError(f"peer_sum: table must be [ranks + 1, 2], got {list(table.shape)}")
     if not fits_peers(x.shape):
         raise ValueError(f"peer_sum: x must hold a multiple of 4 elements, got {list(x.shape)}")
-    topology = MergeTopology(order=TREE if tree else ASCENDING)
-    name = jnp.dtype(out_dtype).name
+    name, topology = jnp.dtype(out_dtype).name, order_of(tree=tree)
     return _merge_peers(x, table, backend=backend, out_dtype=name, topology=topology)[0]
 
 

@@ -104,13 +104,13 @@ class _Message:
             }
             held = {key: self._take(element, 4) for key, element in places.items()}
             for (rank, i), words in held.items():
-                ex.store(ex.plus(arith.addi(ex.bases[rank], mine), i * SLOT), words)
+                ex.store(arith.addi(ex.bases[rank], mine), words, at=i * SLOT)
             ex.meet(count)
             terms = self._all_of(slot, places, 4)
             for i in range(SHARE_ROUNDS):
                 words = ex.rounded(ex.merged([terms[rank, i] for rank in ex.ranks]))
                 for base in ex.bases:
-                    ex.store(ex.plus(arith.addi(base, my_sums), i * SLOT), words)
+                    ex.store(arith.addi(base, my_sums), words, at=i * SLOT)
             count = ex.next(count)
             ex.meet(count)
             width = jnp.dtype(plan.out_dtype).itemsize  # words of 4 numbers
@@ -125,7 +125,7 @@ class _Message:
         ex = self.ex
         here = arith.addi(ex.own, slot)
         return {
-            (rank, i): ex.load(ex.of_rank(ex.plus(here, i * SLOT), rank, SHARE_ROUNDS), words)
+            (rank, i): ex.load(here, words, at=(rank * SHARE_ROUNDS + i) * SLOT)
             for rank, i in places
         }
 

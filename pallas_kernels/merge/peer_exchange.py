@@ -21,6 +21,7 @@ from .peer_layout import CONTROL, COUNT_AT, SLOT, TERMS_ROUNDS, WORDS_ROUNDS, Pe
 from .topology import MergeTopology, merged
 
 PATIENCE = 1 << 28  # looks at a flag before the kernel gives up
+LOOKS = 16  # loads in flight while words are waited for
 
 
 class Exchange:
@@ -72,21 +73,23 @@ class Exchange:
         low, high = (memref.load(self.table, [row, self._index(half)]) for half in range(2))
         return arith.ori(self.wide(low), arith.shli(self.wide(high), utils.c(32, self.i64)))
 
-    # Memory, in words of 32 bits.
+    # Memory, in words of 32 bits, `at` bytes behind an address.
 
-    def load(self, address: Any, count: int) -> list[Any]:
+    def load(self, address: Any, count: int, *, at: int = 0) -> list[Any]:
         names = ", ".join(f"${i}" for i in range(count))
-        ptx = f"ld.global.v{count}.b32 {{{names}}}, [${count}];"
+        ptx = f"ld.global.v{count}.b32 {{{names}}}, [${count}+{at}];"
         if count == 1:
-            ptx = "ld.global.b32 $0, [$1];"
+            ptx = f"ld.global.b32 $0, [$1+{at}];"
         types = [self.i32] * count
         return list(utils.inline_ptx(ptx, address, result_types=types, has_side_effects=True))
 
-    def store(self, address: Any, words: Sequence[Any], kind: str = "global") -> None:
+    def store(
+        self, address: Any, words: Sequence[Any], *, at: int = 0, kind: str = "global"
+    ) -> None:
         names = ", ".join(f"${i + 1}" for i in range(len(words)))
-        ptx = f"st.{kind}.v{len(words)}.b32 [$0], {{{names}}};"
+        ptx = f"st.{kind}.v{len(words)}.b32 [$0+{at}], {{{names}}};"
         if len(words) == 1:
-            ptx = f"st.{kind}.b32 [$0], $1;"
+            ptx = f"st.{kind}.b32 [$0+{at}], $1;"
         utils.inline_ptx(ptx, address, *words, has_side_effects=True)
 
     # Counts of exchanges, and the meeting of CTAs.
@@ -118,7 +121,7 @@ class Exchange:
             peer = self._base(arith.index_cast(ir.IndexType.get(), self.thread))
             words = (self.times(rank, 4) for rank in (self.me, self.thread))
             mine, theirs = (arith.addi(self.control, self.wide(word)) for word in words)
-            self.store(arith.addi(peer, mine), [count], "release.sys.global")
+            self.store(arith.addi(peer, mine), [count], kind="release.sys.global")
             looks = "ld.acquire.sys.global.b32 v, [$0]; sub.s32 v, v, $1; setp.lt.s32 p, v, 0;"
             here = arith.addi(self.own, theirs)
             utils.inline_ptx(_until(looks), here, count, has_side_effects=True)
@@ -173,9 +176,13 @@ class Exchange:
         there, here = self._halves(self.layout.words, count, WORDS_ROUNDS)
         for i, (low, high) in enumerate(held):
             for base in there:
-                self.store(self.plus(base, i * SLOT), [low, count, high, count], "volatile.global")
-        for i in range(len(held)):
-            yield self.merged(self._flagged([self.plus(at, i * SLOT) for at in here], count))
+                words = [low, count, high, count]
+                self.store(base, words, at=i * SLOT, kind="volatile.global")
+        together = max(1, LOOKS // len(self.ranks))
+        for i in range(0, len(held), together):
+            rounds = range(i, min(i + together, len(held)))
+            for terms in self._flagged(here, count, rounds):
+                yield self.merged(terms)
         utils.warpgroup_barrier()
         self.remember(count)
 
@@ -185,25 +192,35 @@ class Exchange:
         there, here = self._halves(self.layout.terms, count, TERMS_ROUNDS)
         for i, words in enumerate(held):
             for base in there:
-                self.store(self.plus(base, i * SLOT), words)
+                self.store(base, words, at=i * SLOT)
         self.meet(count)
         self.remember(count)
         for i in range(len(held)):
-            yield self.merged([self.load(self.plus(at, i * SLOT), 4) for at in here])
+            yield self.merged([self.load(address, 4, at=i * SLOT) for address in here])
 
-    def _flagged(self, at: Sequence[Any], count: Any) -> list[list[Any]]:
-        """Two words from each address, as soon as the flags beside them are `count`."""
-        n = len(at)
-        looks = ["mov.pred p, 0;"]
-        for i in range(n):
-            looks.append(
-                f"ld.volatile.global.v4.b32 {{${2 * i}, v, ${2 * i + 1}, w}}, [${2 * n + i}];"
-                f" setp.ne.or.b32 p, v, ${3 * n}, p; setp.ne.or.b32 p, w, ${3 * n}, p;"
+    def _flagged(
+        self, addresses: Sequence[Any], count: Any, rounds: Sequence[int]
+    ) -> list[list[list[Any]]]:
+        """Each round's two words of each address, as soon as all flags beside them are `count`."""
+        n = len(addresses)
+        found = 2 * n * len(rounds)
+        flag, looks = f"${found + n}", ["mov.pred p, 0;"]
+        for k, i in enumerate(rounds):
+            for rank in range(n):
+                word, at = 2 * (k * n + rank), f"${found + rank}+{i * SLOT}"
+                looks.append(f"ld.volatile.global.v4.b32 {{${word}, v, ${word + 1}, w}}, [{at}];")
+                looks += [f"setp.ne.or.b32 p, {seen}, {flag}, p;" for seen in ("v", "w")]
+        words = list(
+            utils.inline_ptx(
+                _until(" ".join(looks)),
+                *addresses,
+                count,
+                result_types=[self.i32] * found,
+                has_side_effects=True,
             )
-        types = [self.i32] * (2 * n)
-        ptx = _until(" ".join(looks))
-        found = utils.inline_ptx(ptx, *at, count, result_types=types, has_side_effects=True)
-        return [list(found[2 * i : 2 * i + 2]) for i in range(n)]
+        )
+        pairs = [words[i : i + 2] for i in range(0, found, 2)]
+        return [pairs[i : i + n] for i in range(0, len(pairs), n)]
 
 
 def _until(looks: str) -> str:

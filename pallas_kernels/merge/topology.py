@@ -25,6 +25,11 @@ class MergeTopology:
             raise ValueError(f"order={self.order!r} must be '{ASCENDING}' or '{TREE}'")
 
 
+def order_of(*, tree: bool) -> MergeTopology:
+    """The tree, or the ascending order."""
+    return MergeTopology(order=TREE if tree else ASCENDING)
+
+
 def merged(terms: Sequence[Any], topology: MergeTopology, add: Callable[[Any, Any], Any]) -> Any:
     """The sum of the terms; the one place where the order is written.
 

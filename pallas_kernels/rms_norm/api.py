@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import ShapeDtypeStruct
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from .. import contracts
 from ..differentiable import differentiable
+from ..merge import order_of
 from ..primitive import HOPPER, REFERENCE, define_op
 from .kernel_hopper import add_rms_norm_hopper_op, rms_norm_hopper_op
+from .kernel_peers import fits_peer_norm, peer_add_rms_norm_op
 from .reference import add_rms_norm_reference, rms_norm_reference
 from .topology import RmsNormTopology, topology_for
 from .vjp import add_rms_norm_backward, rms_norm_backward
@@ -31,6 +34,13 @@ _bind_add_norm = define_op(
     "add_rms_norm",
     out_avals=_add_norm_avals,
     implementations={REFERENCE: add_rms_norm_reference, HOPPER: add_rms_norm_hopper_op},
+)
+_bind_peer_norm = define_op(
+    "peer_add_rms_norm",
+    out_avals=lambda part, table, residual, scale, **_: (
+        [ShapeDtypeStruct(residual.shape, residual.dtype)] * 2
+    ),
+    implementations={HOPPER: peer_add_rms_norm_op},
 )
 _norm = differentiable(_bind_norm, rms_norm_backward)
 _add_norm = differentiable(_bind_add_norm, add_rms_norm_backward)
@@ -112,6 +122,56 @@ def add_rms_norm(
         backend=backend,
         eps=eps,
         topology=topology or topology_for(hidden_size=x.shape[1]),
+    )
+    return normed, stream
+
+
+def peer_add_rms_norm(
+    part: Float32[Array, "M D"],
+    table: UInt32[Array, "ranks_and_one 2"],
+    residual: Float[Array, "M D"],
+    scale: Float[Array, " D"],
+    *,
+    tree: bool,
+    eps: float,
+    backend: str,
+    topology: RmsNormTopology | None = None,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """The ranks' terms added as by `merge.peer_sum`, and the sum handed to `add_rms_norm`.
+
+    Args:
+      part: float32 [M, D], this rank's term, of a shape that `fits_peer_norm`.
+      table, tree: as in `merge.peer_sum`.
+      residual: [M, D] bfloat16 or float16, the stream; the sum is rounded to its dtype.
+      scale, eps, backend, topology: as in `rms_norm`.
+
+    Returns:
+      normed [M, D] and the new stream [M, D], both of residual's dtype, the same on every rank.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+      NotImplementedError: no such backend.
+
+    Invariance: the bits of the two ops that it stands for.
+    """
+    _check("peer_add_rms_norm", residual, scale)
+    contracts.check_dtype("peer_add_rms_norm", "part", part, jnp.float32)
+    contracts.check_dtype("peer_add_rms_norm", "table", table, jnp.uint32)
+    contracts.check_shape("peer_add_rms_norm", "part", part, residual.shape)
+    if not fits_peer_norm(part.shape) or residual.dtype == jnp.float32:
+        raise ValueError(
+            f"peer_add_rms_norm does not take a term {list(part.shape)} and a {residual.dtype} "
+            "stream"
+        )
+    normed, stream = _bind_peer_norm(
+        part,
+        table,
+        residual,
+        scale,
+        backend=backend,
+        eps=eps,
+        merge=order_of(tree=tree),
+        topology=topology or topology_for(hidden_size=part.shape[1]),
     )
     return normed, stream
 

@@ -71,11 +71,26 @@ def pieces_of(hidden_size: int) -> tuple[Piece, ...]:
 def _body(*refs, hidden_size: int, real_size: int, eps: float, add: bool):
     inputs, scale_gmem, outputs = refs[: 1 + add], refs[1 + add], refs[2 + add :]
     pieces = pieces_of(hidden_size)
-    dtype = scale_gmem.dtype
     row = lax.axis_index("row")
 
     def load(ref):
         return [plgpu.load(ref.at[p.columns], layout=p.layout, optimized=False) for p in pieces]
+
+    arrays, scales = [load(ref.at[row]) for ref in inputs], load(scale_gmem)
+    store_normed(pieces, arrays, scales, outputs, row=row, real_size=real_size, eps=eps)
+
+
+def store_normed(pieces, arrays, scales, outputs, *, row, real_size: int, eps: float) -> None:
+    """A row in registers, and perhaps its residual, to its norm and the new stream.
+
+    Args:
+      pieces: of the row.
+      arrays: of x, and perhaps of the residual, the values of each piece.
+      scales: those of each piece.
+      outputs: refs [M, D] of the norm and, with a residual, of the stream.
+      row, real_size, eps: which row, its columns that are no padding, the constant.
+    """
+    dtype = scales[0].dtype
 
     def store(ref, values):
         for piece, value in zip(pieces, values, strict=True):
@@ -84,9 +99,8 @@ def _body(*refs, hidden_size: int, real_size: int, eps: float, add: bool):
     def wide(values):
         return [v.astype(jnp.float32) for v in values]
 
-    arrays, scales = [load(ref.at[row]) for ref in inputs], load(scale_gmem)
     streams = wide(arrays[0])
-    if add:
+    if len(arrays) == 2:
         pairs = zip(streams, wide(arrays[1]), strict=True)
         rounded = [(x + r).astype(dtype) for x, r in pairs]
         store(outputs[1], rounded)

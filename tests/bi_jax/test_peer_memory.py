@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from bi_jax import collectives, ops
 from bi_jax.models.families.qwen3 import QWEN3_8B
 from bi_jax.ops import transformer_ops
 from bi_jax.peer_memory import peer_memory, peers_table
-from bi_jax.row_products import layout_for
+from bi_jax.row_products import Unsummed, layout_for
 from bi_jax.sharding import make_mesh
 
 
@@ -49,17 +50,27 @@ def test_sums_over_peers_move_nothing_by_collectives():
     assert "bi_merge_peers" not in str(jax.make_jaxpr(run)(*operands))
 
 
-def test_the_row_products_of_a_layout_use_them():
+@pytest.mark.parametrize("rows, fused", [(5, True), (132, True), (133, False)])
+def test_row_products_sum_through_them_and_few_rows_in_the_norm(rows, fused):
     config = QWEN3_8B.replace(num_layers=1)
     layout = layout_for(config, degree=4, backend="hopper")
 
-    def product(mixed, weight, addresses):
+    def product(mixed, weight, residual, scale, addresses):
         made = transformer_ops(
             config, backend=ops.ON_HOPPER, layout=layout, peers=peers_table(addresses, "tp")
         )
-        return made.out_product(mixed, weight, num_rows=jnp.asarray(5))
+        count = jnp.asarray(5)
+        pending = made.out_product(mixed, weight, num_rows=count)
+        assert isinstance(pending, Unsummed) == fused
+        normed, stream = made.add_rms_norm(pending, residual, scale, eps=1e-6, num_rows=count)
+        assert normed.shape == stream.shape == (rows, 4096)
+        return normed
 
-    mixed = jnp.zeros((5, 2, 4, 128), jnp.bfloat16)
+    mixed = jnp.zeros((rows, 2, 4, 128), jnp.bfloat16)
     weight = jnp.zeros((1, 4096, 1024), jnp.bfloat16)
-    run, operands = over_ranks(product, mixed, weight, np.zeros((4, 2), np.uint32))
-    assert str(jax.make_jaxpr(run)(*operands)).count("bi_merge_peers") == 1
+    residual, scale = jnp.zeros((rows, 4096), jnp.bfloat16), jnp.zeros(4096, jnp.bfloat16)
+    addresses = np.zeros((4, 2), np.uint32)
+    run, operands = over_ranks(product, mixed, weight, residual, scale, addresses)
+    jaxpr = str(jax.make_jaxpr(run)(*operands))
+    assert jaxpr.count("bi_peer_add_rms_norm") == fused
+    assert jaxpr.count("bi_merge_peers") == (not fused)
