@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 KIB = 1024
 SIZES_KIB = (4, 8, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16_384, 65_536, 131_072)
 ROUNDS = 9
-ROUND_SECONDS = 0.05
+ROUND_SECONDS = 0.03
 KEPT: list[Any] = []  # memory that programs write to without JAX knowing it
 
 PEERS = "peers"  # one kernel that writes into the peers' memory; by size, or in one of its forms

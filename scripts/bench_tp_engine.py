@@ -17,12 +17,14 @@ import fcntl
 import functools
 import json
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
+import bench_engine
 import jax
 import numpy as np
 from bench_engine import Ours, measure, note, shapes_only
@@ -33,7 +35,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from run_header import run_header
 
-from bi_jax import Engine, EngineConfig, runner
+from bi_jax import Engine, EngineConfig, row_products, runner
 from bi_jax.batch import TokenArrays
 from bi_jax.models import build_transformer
 from bi_jax.models.families.qwen3 import QWEN3_8B
@@ -44,7 +46,8 @@ CASES = (Case(requests=64, context=1024), Case(requests=1, context=1024))
 PREFILL = Case(requests=1, context=4096, new=4096)
 TINY_DEVICES = 2
 DTYPES = ("float32", "bfloat16")  # of the peer's partial sums
-PEERS, GATHERED = "peers", "gathered"  # how ours are summed: through peer memory, by collectives
+# How ours are summed: through peer memory, so but never in the kernel of the norm, by collectives.
+PEERS, UNFUSED, GATHERED = "peers", "unfused", "gathered"
 
 
 def make_engine(config: Any, cases: tuple[Case, ...], degree: int) -> Engine:
@@ -128,6 +131,8 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
     """Compiles and measures one degree and topology; writes what it found to --json."""
     if sums == GATHERED:
         runner.peer_memory = lambda *_: None
+    if sums == UNFUSED:
+        row_products.fits_peer_norm = lambda _: False
     config, cases = QWEN3_8B.replace(topology=topology), CASES
     if arguments.prefill:
         cases = (*CASES, PREFILL)
@@ -141,6 +146,7 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
         )  # fmt: skip
         cases = TINY_CASES
     Engine._submit_digest = no_digest
+    bench_engine.ROUND_SECONDS = arguments.round_seconds
     make_cache, runner.make_cache = runner.make_cache, shapes_only
     engine = make_engine(config, cases, degree)
     note(degree, topology, "built")
@@ -161,7 +167,10 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
         "layers": config.num_layers,
         "rows": rows,
     }
+    found["header"] = run_header(__file__)
     found["model"], found["ops"] = str(config), dict(engine.ops.description)
+    while not arguments.turn.exists():
+        time.sleep(0.05)
     with arguments.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         runner.make_cache = make_cache
@@ -174,15 +183,37 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
             if arguments.tiny:  # steps in flight together starve one another of the few threads
                 side.run = functools.partial(_blocking, side.run)
             profiled = not arguments.tiny and case.requests > 1 and "bfloat16" not in name
+            profiled = profiled and degree > 1 and sums != UNFUSED
             row = measure(side, profiled=profiled)
+            row["dispatch_ms"] = dispatch_ms(side)
             if isinstance(side, Peer):
                 side.caches = None
             for long in ("kernels", "order"):
                 row.pop(long, None) if name.startswith("psum") else None
             row["tokens_a_second"] = round(case.tokens / row["ms"] * 1e3, 1)
             rows[case.name][name] = row
-            note(degree, topology, case.name, name, row["ms"], "ms", row.get("classes_us"))
+            note(
+                degree,
+                topology,
+                case.name,
+                name,
+                row["ms"],
+                "ms",
+                row["dispatch_ms"],
+                row.get("classes_us"),
+            )
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def dispatch_ms(side: Any) -> float:
+    """Until a step is handed over to idle cards, by the host's clock."""
+    found = []
+    for _ in range(7):
+        started = time.perf_counter()
+        out = side.run()
+        found.append(1e3 * (time.perf_counter() - started))
+        jax.block_until_ready(out)
+    return round(statistics.median(found), 4)
 
 
 def _blocking(run: Any) -> Any:
@@ -221,7 +252,9 @@ def main() -> int:
     parser.add_argument("--degrees", default="4,2,1")
     parser.add_argument("--topologies", default="default,tp_invariant")
     parser.add_argument("--prefill", action="store_true", help="a prompt of 4,096 tokens too")
-    parser.add_argument("--gathered", action="store_true", help="ours without peer memory too")
+    parser.add_argument("--also", default="", help="of unfused,gathered: sums at the first degree")
+    parser.add_argument("--turn", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--round-seconds", type=float, default=0.35, help="a round of steps takes")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=pathlib.Path, help="file that others measure under too")
     arguments = parser.parse_args()
@@ -240,10 +273,11 @@ def run_parts(arguments: argparse.Namespace) -> int:
     degrees = [int(degree) for degree in arguments.degrees.split(",")]
     topologies = arguments.topologies.split(",")
     names = [f"{d}:{t}:{PEERS}" for t in topologies for d in degrees]
-    if arguments.gathered:
-        names += [f"{d}:{t}:{GATHERED}" for t in topologies for d in degrees if d > 1]
+    also = [sums for sums in arguments.also.split(",") if sums]
+    names[1:1] = [f"{degrees[0]}:{topologies[0]}:{sums}" for sums in also]
     words = [word for word in ("--tiny", "--prefill") if getattr(arguments, word[2:])]
     words += ["--layers", str(arguments.layers)] if arguments.layers else []
+    words += ["--round-seconds", str(arguments.round_seconds)]
     with tempfile.TemporaryDirectory() as folder:
         files = {name: pathlib.Path(folder) / f"{name.replace(':', '_')}.json" for name in names}
         # The parts share the cards, so none may take a share of their memory at once.
@@ -256,17 +290,18 @@ def run_parts(arguments: argparse.Namespace) -> int:
             "--lock",
             arguments.lock or f"{folder}/lock",
         ]
-        running = [
-            subprocess.Popen([*command, "--part", name, "--json", file])
+        running = {
+            name: subprocess.Popen(
+                [*command, "--part", name, "--json", file, "--turn", file.with_suffix(".turn")]
+            )
             for name, file in files.items()
-        ]
+        }
         failed, parts = 0, []
-        waiting = list(running)
-        while waiting:
-            time.sleep(0.5)
-            ended = [process for process in waiting if process.poll() is not None]
-            waiting = [process for process in waiting if process.poll() is None]
-            failed += sum(process.returncode != 0 for process in ended)
+        while running:
+            files[next(iter(running))].with_suffix(".turn").touch()
+            time.sleep(0.1)
+            ended = [name for name, process in running.items() if process.poll() is not None]
+            failed += sum(running.pop(name).returncode != 0 for name in ended)
             if ended:
                 parts = [json.loads(file.read_text()) for file in files.values() if file.exists()]
                 save(parts, arguments)
@@ -276,8 +311,11 @@ def run_parts(arguments: argparse.Namespace) -> int:
 
 
 def save(parts: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    if arguments.json:
-        report = {**run_header(__file__), "ratios": ratios(parts), "parts": parts}
+    if arguments.json and parts:
+        # A part's header: whoever asks for the cards takes hold of them.
+        words = {"command": f"python scripts/bench_tp_engine.py {' '.join(sys.argv[1:])}"}
+        rest = [{key: p[key] for key in p if key != "header"} for p in parts]
+        report = {**parts[0]["header"], **words, "ratios": ratios(parts), "parts": rest}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -18,13 +18,13 @@ from dataclasses import asdict
 
 import jax
 
-PARTS = ("collectives", "engine", "trainer")
+PARTS = ("collectives", "peers", "engine", "trainer")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--virtual", type=int, metavar="N", help="N virtual devices of a CPU")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of collectives,engine,trainer")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--degrees", help="such as 1,2,4; default: all that fit")
     parser.add_argument("--topologies", help="such as tp_invariant; default: both")
     parser.add_argument("--layers", type=int, help="of the model; default: all")
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     # After the number of devices is settled: these ask for them.
     import tp_check_collectives
     import tp_check_engine
+    import tp_check_peers
     import tp_check_trainer
     from run_header import run_header
     from tp_claims import exit_status
@@ -78,6 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     if "collectives" in parts:
         backend = pick_backends(jax.devices()[0], config.dtype).merge
         claims += tp_check_collectives.checks(degrees, backend, largest_kib=arguments.largest_kib)
+    if "peers" in parts:
+        claims += tp_check_peers.checks(degrees, largest_kib=arguments.largest_kib)
     if "engine" in parts:
         claims += tp_check_engine.checks(plan)
     if "trainer" in parts:
