@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +40,13 @@ def peer_memory(mesh: Mesh, axis: str) -> PeerMemory | None:
       axis: the mesh axis of all of them.
 
     Returns:
-      None where the kernel does not run: one device, not a GPU, or cards of other processes.
+      None where the kernel does not run: one device, not a GPU, cards of other processes, or cards
+      that do not reach each other's memory.
     """
     ranks = mesh.shape[axis]
     devices = list(mesh.devices.flat)
     here = all(d.platform == "gpu" and d.process_index == jax.process_index() for d in devices)
-    if not here or not 2 <= ranks == mesh.size <= MOST_RANKS:
+    if not here or not 2 <= ranks == mesh.size <= MOST_RANKS or not _reach_one_another(devices):
         return None
     words = PeerLayout(ranks=ranks).size // 4
     cut = NamedSharding(mesh, P(axis))
@@ -53,6 +58,23 @@ def peer_memory(mesh: Mesh, axis: str) -> PeerMemory | None:
         addresses[rank] = address & 0xFFFFFFFF, address >> 32
     everywhere = NamedSharding(mesh, P())
     return PeerMemory(workspaces=workspaces, addresses=jax.device_put(addresses, everywhere))
+
+
+def _reach_one_another(devices: Sequence[Any]) -> bool:
+    """Whether the driver lets each card write to every other; XLA's client then has allowed it."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    numbers = [device.local_hardware_id for device in devices]
+    for pair in itertools.permutations(numbers, 2):
+        can, cards = ctypes.c_int(0), [ctypes.c_int(0), ctypes.c_int(0)]
+        for card, number in zip(cards, pair, strict=True):
+            if driver.cuDeviceGet(ctypes.byref(card), number):
+                return False
+        if driver.cuDeviceCanAccessPeer(ctypes.byref(can), *cards) or not can.value:
+            return False
+    return True
 
 
 def peers_table(addresses: jax.Array, axis: str) -> jax.Array:

@@ -149,7 +149,8 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
     bench_engine.ROUND_SECONDS = arguments.round_seconds
     make_cache, runner.make_cache = runner.make_cache, shapes_only
     engine = make_engine(config, cases, degree)
-    note(degree, topology, "built")
+    through = "peer memory" if engine.runner._peers is not None else "collectives"
+    note(degree, topology, sums, "built, sums through", through)
     sides: dict[tuple[str, Case], Any] = {("ours", c): OnRanks(engine, c) for c in cases}
     if topology == "default" and sums == PEERS:
         params = peer_params(nnx.merge(engine.runner._graph, engine.runner.state))
