@@ -81,8 +81,9 @@ def cut_products(
     axis = TENSOR_AXIS if layout.degree > 1 else None
     tree = layout.config.topology == TP_INVARIANT
 
-    def row_product(x: jax.Array, weight: jax.Array, num_rows: Any) -> jax.Array | Unsummed:
-        """x [T, segments * K], weight [segments, D, K] of this rank -> [T, D] on every rank."""
+    def row_product(x: jax.Array, weight: jax.Array, num_rows: Any) -> Any:
+        """x [T, segments * K], weight [segments, D, K] of this rank -> [T, D] on every rank, or
+        this rank's part of it, `Unsummed`."""
         if axis is None:
             return segmented(x, weight, num_rows=num_rows)
         if tree:
@@ -91,7 +92,7 @@ def cut_products(
             part = matmul(x, weight[0], num_rows=num_rows, out_dtype="float32")
         if peers is not None and fits_peer_norm(part.shape):
             return Unsummed(part)
-        kinds = dict(out_dtype=x.dtype.name, backend=merge, peers=peers)
+        kinds: dict[str, Any] = dict(out_dtype=x.dtype.name, backend=merge, peers=peers)
         return tree_psum(part[None], axis, **kinds) if tree else ordered_psum(part, axis, **kinds)
 
     def whole_product(
@@ -104,9 +105,7 @@ def cut_products(
         ]
         return tree_psum(jnp.stack(parts), None, out_dtype=x.dtype.name, backend=merge)
 
-    def out_product(
-        mixed: jax.Array, weight: jax.Array, *, num_rows: jax.Array
-    ) -> jax.Array | Unsummed:
+    def out_product(mixed: jax.Array, weight: jax.Array, *, num_rows: jax.Array) -> Any:
         if weight.ndim == 2:
             cuts = [cut * layout.config.head_dim for cut in layout.head_cuts]
             flat = mixed.reshape(mixed.shape[0], -1)
@@ -114,9 +113,7 @@ def cut_products(
         x = _filled(_segments_of_heads(mixed, layout), weight.shape)
         return row_product(x, weight, num_rows)
 
-    def down_product(
-        hidden: jax.Array, weight: jax.Array, *, num_rows: jax.Array
-    ) -> jax.Array | Unsummed:
+    def down_product(hidden: jax.Array, weight: jax.Array, *, num_rows: jax.Array) -> Any:
         if weight.ndim == 2:
             cuts = layout.width_cuts
             return whole_product(hidden, weight, cuts, layout.down_depth, num_rows)
