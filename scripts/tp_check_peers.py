@@ -23,8 +23,8 @@ from bi_jax.testing import assert_same_bits, operands
 
 WIDTH = 4096
 KIB = 1024
-# Around the sizes where the exchange changes its form (128 KiB, 2 MiB), and one far above.
-MESSAGE_KIB = (16, 112, 128, 144, 1024, 2032, 2048, 2064, 16_384)
+# Around the sizes where the exchange changes its form (128 and 256 KiB), and some far above.
+MESSAGE_KIB = (16, 112, 128, 144, 240, 256, 272, 1024, 2064, 16_384)
 NORM_ROWS = (1, 8, 16, 17, 64, 132)
 RUNS = 20
 KINDS = (("float32", False), ("bfloat16", False), ("bfloat16", True))

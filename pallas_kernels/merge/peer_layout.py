@@ -28,7 +28,7 @@ SHARE_CTAS, SHARE_ROUNDS = 528, 2
 
 WORDS, TERMS, SHARES = "words", "terms", "shares"
 WORDS_BYTES = 128 * 1024  # the largest float32 term that goes as words
-TERMS_BYTES = 2 * 1024 * 1024  # and in one shot at all
+TERMS_BYTES = 256 * 1024  # and that every rank adds whole
 
 
 @dataclass(frozen=True, kw_only=True)
