@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tp_claims import Claim, NotHere, run_claim
 
@@ -17,7 +17,7 @@ from bi_jax.audit_program import audit_compiled
 from bi_jax.pallas_kernels.merge import ordered_sum, peer_sum, tree_sum
 from bi_jax.pallas_kernels.primitive import HOPPER
 from bi_jax.pallas_kernels.rms_norm import add_rms_norm, peer_add_rms_norm
-from bi_jax.peer_memory import peer_memory, peers_table
+from bi_jax.peer_memory import PeerMemory, peer_memory, peers_table
 from bi_jax.sharding import make_mesh
 from bi_jax.testing import assert_same_bits, operands
 
@@ -48,12 +48,19 @@ def checks(degrees: Sequence[int], *, largest_kib: int) -> Iterator[Claim]:
         )
 
 
-def _run(ranks: int, body: Any, operand: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-    """What each rank holds after `body(operand, table)`, of `RUNS` runs of one audited program."""
+def _cards(ranks: int) -> tuple[Mesh, PeerMemory]:
     mesh = make_mesh(tp=ranks)
     memory = peer_memory(mesh, "tp")
     if memory is None:
         raise NotHere("no peer memory on this platform")
+    return mesh, memory
+
+
+def _run(
+    cards: tuple[Mesh, PeerMemory], body: Any, operand: dict[str, Any]
+) -> Iterator[list[dict[str, Any]]]:
+    """What each rank holds after `body(operand, table)`, of `RUNS` runs of one audited program."""
+    mesh, memory = cards
 
     def on_rank(operand: Any, addresses: jax.Array) -> Any:
         mine = jax.tree.map(lambda x: x[0], operand)
@@ -72,11 +79,11 @@ def _run(ranks: int, body: Any, operand: dict[str, Any]) -> Iterator[list[dict[s
     audit_compiled(traced, compiled)
     for _ in range(RUNS):
         out = jax.device_get(compiled(operand, memory.addresses))
-        yield [{name: value[rank] for name, value in out.items()} for rank in range(ranks)]
+        yield [{name: value[rank] for name, value in out.items()} for rank in range(mesh.size)]
 
 
 def _sums(ranks: int, sizes: Sequence[int]) -> str:
-    rng = np.random.default_rng(ranks)
+    cards, rng = _cards(ranks), np.random.default_rng(ranks)
     terms = {}
     for kib in sizes:
         few = operands.spread((ranks, 4, WIDTH), seed=kib)
@@ -102,7 +109,7 @@ def _sums(ranks: int, sizes: Sequence[int]) -> str:
             with jax.default_device(jax.devices("cpu")[0]):
                 total = adder(jnp.asarray(parts), out_dtype=dtype, backend="reference")
             expected[f"{name} KiB, {dtype}, {order}"] = np.asarray(total)
-    for run, held in enumerate(_run(ranks, body, terms)):
+    for run, held in enumerate(_run(cards, body, terms)):
         for rank, out in enumerate(held):
             for name, total in expected.items():
                 assert_same_bits(out[name], total, context=f"{name}, rank {rank}, run {run}")
@@ -110,7 +117,7 @@ def _sums(ranks: int, sizes: Sequence[int]) -> str:
 
 
 def _norms(ranks: int) -> str:
-    rng = np.random.default_rng(ranks)
+    cards, rng = _cards(ranks), np.random.default_rng(ranks)
     operand = {}
     for rows in NORM_ROWS:
         part = operands.spread((ranks, rows, WIDTH), seed=rows, powers=(-6, 6))
@@ -137,7 +144,7 @@ def _norms(ranks: int) -> str:
                 last = one[0][0, 0]
         return out
 
-    for run, held in enumerate(_run(ranks, body, operand)):
+    for run, held in enumerate(_run(cards, body, operand)):
         for rank, out in enumerate(held):
             del out["started"]
             for name, (one, two) in out.items():

@@ -52,6 +52,24 @@ def test_wrong_arguments():
 
 
 @pytest.mark.slow
+def test_claims_about_cards_alone_and_topologies_by_name():
+    done = run("check_tp.py", "--virtual", "2", "--parts", "peers")
+    assert done.returncode == 0 and done.stdout.count("not on a CPU") == 2
+    done = run("check_tp.py", "--virtual", "2", "--topologies", "tp_invariant,other")
+    assert done.returncode == 2 and "--topologies must be of default, tp_invariant" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_steps_runs(tmp_path):
+    out = tmp_path / "steps.json"
+    options = ("--tiny", "--degrees", "2", "--topologies", "default", "--round-seconds", "0.05")
+    done = run("bench_tp_engine.py", *options, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["ratios"]
+    assert len(rows) == 3 and all("over psum float32" in row for row in rows)
+
+
+@pytest.mark.slow
 def test_two_ranks_are_inconclusive(tmp_path):
     out = tmp_path / "claims.json"
     options = ("--virtual", "2", "--parts", "collectives", "--largest-kib", "256")
