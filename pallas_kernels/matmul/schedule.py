@@ -228,6 +228,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
     (14336, 4096, 2): (
         (64, Schedule(tile_m=64, tile_n=64, tile_k=128, cluster_n=2)),
         (256, Schedule(tile_m=128, tile_n=112, warpgroups=2)),
+        (272, _swapped(136, 128, 2, stages=3, inflight=0)),
         (512, Schedule(tile_m=128, tile_n=96, warpgroups=2, split="turns")),
         (1024, Schedule(tile_m=128, tile_n=128, warpgroups=2)),
         (MANY, Schedule(tile_m=128, tile_n=96, warpgroups=2, split="turns")),
@@ -236,6 +237,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
         (64, Schedule(tile_m=64, tile_n=96, tile_k=128, stages=3, out_slots=1)),
         (128, Schedule(tile_m=128, tile_n=96, warpgroups=2, inflight=0)),
         (256, Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2, inflight=0)),
+        (272, _swapped(136, 64, 1, stages=6)),
         (320, Schedule(tile_m=128, tile_n=96, warpgroups=2)),
         (512, Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2, inflight=0)),
         (MANY, Schedule(tile_m=128, tile_n=96, warpgroups=2, split="turns")),
