@@ -3,8 +3,8 @@
     m = max over s of lse[s]          w[s] = exp2((lse[s] - m) * log2(e))
     o = (sum over s of w[s] o[s]) / (sum over s of w[s])        lse = m + log(sum over s of w[s])
 
-s is every range of `kv_split` keys in which the query sees some, ascending; each is added to o by
-one fused multiply-add, and ranges that it does not see add exact zeros. Both follow the query's
+s is every range of `kv_split` keys in which the query sees some, ascending; products are rounded
+before they are added, and ranges that it does not see add exact zeros. Both follow the query's
 position, the window and kv_split alone. Grid: (token, query head).
 """
 
@@ -16,13 +16,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from .hopper_math import LN_2, LOG2_E, LOWEST, fused_multiply_add
+from .hopper_math import LN_2, LOG2_E, LOWEST
 
 LINE = 128  # columns of a warpgroup's line; shorter heads leave the rest unused
 LAYOUT = plgpu.Layout.WG_STRIDED((LINE,), vec_size=1)
 
 
-def _body(*refs, kv_split: int, window: int | None, interpret: object):
+def _body(*refs, kv_split: int, window: int | None):
     parts_gmem, lses_gmem, positions_gmem, count_gmem, o_gmem, lse_gmem = refs
     token, head = lax.axis_index("token"), lax.axis_index("head")
     splits = parts_gmem.shape[0]
@@ -51,15 +51,11 @@ def _body(*refs, kv_split: int, window: int | None, interpret: object):
             weight = jnp.exp2(lax.optimization_barrier((lse - top) * LOG2_E))
             weight = jnp.where(lse > LOWEST, weight, 0.0)
             # What nobody wrote may be NaN.
-            seen = jnp.where(zeros + lse > LOWEST, part, zeros)
-            total = fused_multiply_add(
-                seen, zeros + weight, total, layout=LAYOUT, interpret=interpret
-            )
+            term = jnp.where(zeros + lse > LOWEST, part, zeros) * weight
+            total = total + lax.optimization_barrier(term)
             length = length + weight
         o_gmem[token, head] = (total / length).astype(o_gmem.dtype)
-        # The length is 1 or more. The bound keeps the product out of the sum, which a barrier
-        # would not: it is gone when the last compiler contracts.
-        lse_gmem[token, head] = top + jnp.maximum(jnp.log2(length) * LN_2, 0.0)
+        lse_gmem[token, head] = top + lax.optimization_barrier(jnp.log2(length) * LN_2)
 
 
 @functools.partial(
@@ -95,7 +91,7 @@ def merge_splits(
     splits, rows, kv_heads, group, line = parts.shape
     tokens, heads = positions.shape[0], kv_heads * group
     o, lse = plgpu.kernel(
-        functools.partial(_body, kv_split=kv_split, window=window, interpret=interpret),
+        functools.partial(_body, kv_split=kv_split, window=window),
         out_type=(
             jax.ShapeDtypeStruct((tokens, heads, line), out_dtype),
             jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
