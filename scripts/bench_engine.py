@@ -29,16 +29,18 @@ from engine_cases import (
     PARTS,
     TINY_CASES,
     TINY_PARTS,
+    TINY_SIZES,
     Case,
     fill_cache,
     random_weights,
+    settings_for,
     step_of,
 )
 from engine_peer import make_caches, make_step, peer_params
 from engine_profile import by_class, by_name, kernels_of
 from flax import nnx
 
-from bi_jax import Engine, EngineConfig, RequestOutput, SamplingParams, ops, runner, versions
+from bi_jax import Engine, RequestOutput, SamplingParams, ops, runner, versions
 from bi_jax.batch import TokenArrays
 from bi_jax.kv_cache import make_cache
 from bi_jax.models import build_transformer
@@ -59,25 +61,12 @@ def make_engine(arguments: argparse.Namespace, cases: tuple[Case, ...]) -> Engin
     tiny = arguments.tiny
     config = QWEN3_8B
     if tiny:
-        sizes = dict(hidden_size=64, intermediate_size=128, num_query_heads=4, num_kv_heads=2)
-        config = config.replace(
-            num_layers=2, head_dim=64, vocab_size=512, bos_token_id=0, eos_token_ids=(1,),
-            pad_token_id=0, dtype="float32", param_dtype="float32", max_position=512, **sizes,
-        )  # fmt: skip
+        config = config.replace(**TINY_SIZES)
     params = random_weights(config)
     jax.block_until_ready(params)
     note(f"{sum(p.nbytes for p in params.values()) / 1e9:.2f} GB of weights")
-    buckets = sorted({max(8, case.tokens) for case in cases})
-    rows = max(case.requests for case in cases)
-    pages = max(case.requests * -(-case.context // 64) for case in cases)
-    settings = EngineConfig(
-        max_num_seqs=rows,
-        max_num_batched_tokens=buckets[-1],
-        token_buckets=tuple(buckets),
-        max_model_len=max(case.context for case in cases) + 64,
-        num_pages=pages + 8,
-        decode_steps=arguments.decode_steps,
-        audit=not arguments.no_audit,
+    settings = settings_for(
+        cases, decode_steps=arguments.decode_steps, audit=not arguments.no_audit
     )
     return Engine(build_transformer(config, params), config=settings)
 

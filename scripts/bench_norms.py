@@ -14,7 +14,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from device_timing import copy_bandwidth, device_times, header
+from device_timing import copy_bandwidth, device_times, header, race_row
 
 from bi_jax.pallas_kernels.rms_norm.kernel_hopper import add_rms_norm_hopper
 
@@ -66,20 +66,8 @@ def main() -> int:
     found = []
     for rows, us, peer in zip(sizes, times[::2], times[1::2], strict=True):
         moved = (4 * rows + 1) * hidden * 2
-        found.append(
-            dict(
-                op="add_rms_norm",
-                case=f"hidden_{hidden}",
-                rows=rows,
-                dtype="bfloat16",
-                ours_us=round(us, 2),
-                peer="XLA's fused add and norm",
-                peer_us=round(peer, 2),
-                ratio=round(us / peer, 4),
-                ceiling_fraction=round(moved / (copy * us / 1e6), 4),
-            )
-        )
-        print(found[-1], flush=True)
+        names = dict(op="add_rms_norm", case=f"hidden_{hidden}", peer="XLA's fused add and norm")
+        found.append(race_row(**names, rows=rows, us=us, peer_us=peer, moved=moved, copy=copy))
     if options.json:
         with open(options.json, "w") as file:
             json.dump(dict(header=header(copy, sys.argv), rows=found), file, indent=1)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
-from device_timing import copy_bandwidth, device_times, header
+from device_timing import copy_bandwidth, device_times, header, race_row
 
 from bi_jax.kv_cache import LayerPages
 from bi_jax.pallas_kernels.ragged import RaggedBatch
@@ -102,20 +102,8 @@ def main() -> int:
     for (case, rows), us, peer in zip(cells, times[::2], times[1::2], strict=True):
         kv_heads, group, width, _ = CASES[case]
         moved = rows * (2 * kv_heads * (group + 2) * width * 2 + width * 4)
-        found.append(
-            dict(
-                op="rope_into_pages",
-                case=case,
-                rows=rows,
-                dtype="bfloat16",
-                ours_us=round(us, 2),
-                peer="XLA's norm, rotation and scatters",
-                peer_us=round(peer, 2),
-                ratio=round(us / peer, 4),
-                ceiling_fraction=round(moved / (copy * us / 1e6), 4),
-            )
-        )
-        print(found[-1], flush=True)
+        names = dict(op="rope_into_pages", case=case, peer="XLA's norm, rotation and scatters")
+        found.append(race_row(**names, rows=rows, us=us, peer_us=peer, moved=moved, copy=copy))
     if options.json:
         with open(options.json, "w") as file:
             json.dump(dict(header=header(copy, sys.argv), rows=found), file, indent=1)

@@ -28,14 +28,14 @@ import bench_engine
 import jax
 import numpy as np
 from bench_engine import Ours, measure, note, shapes_only
-from engine_cases import TINY_CASES, Case, fill_cache, random_weights
+from engine_cases import TINY_CASES, TINY_SIZES, Case, fill_cache, random_weights, settings_for
 from engine_peer import HEADS, make_caches, make_step, peer_params
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from run_header import run_header
 
-from bi_jax import Engine, EngineConfig, row_products, runner
+from bi_jax import Engine, row_products, runner
 from bi_jax.batch import TokenArrays
 from bi_jax.models import build_transformer
 from bi_jax.models.families.qwen3 import QWEN3_8B
@@ -55,15 +55,7 @@ def make_engine(config: Any, cases: tuple[Case, ...], degree: int) -> Engine:
     placer = model_placer(config, backends, degree)
     params = random_weights(config, placer)
     jax.block_until_ready(params)
-    buckets = sorted({max(8, case.tokens) for case in cases})
-    settings = EngineConfig(
-        max_num_seqs=max(case.requests for case in cases),
-        max_num_batched_tokens=buckets[-1],
-        token_buckets=tuple(buckets),
-        max_model_len=max(case.context for case in cases) + 64,
-        num_pages=max(case.requests * -(-case.context // 64) for case in cases) + 8,
-        audit=False,
-    )
+    settings = settings_for(cases, audit=False)
     layout = None if placer is None else placer.layout
     model = build_transformer(config, params, layout=layout)
     return Engine(model, config=settings, tensor_parallel_size=degree)
@@ -139,11 +131,7 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
     if arguments.layers:
         config = config.replace(num_layers=arguments.layers)
     if arguments.tiny:
-        sizes = dict(hidden_size=64, intermediate_size=128, num_query_heads=4, num_kv_heads=4)
-        config = config.replace(
-            num_layers=2, head_dim=64, vocab_size=512, bos_token_id=0, eos_token_ids=(1,),
-            pad_token_id=0, dtype="float32", param_dtype="float32", max_position=512, **sizes,
-        )  # fmt: skip
+        config = config.replace(**TINY_SIZES | {"num_kv_heads": 4})
         cases = TINY_CASES
     Engine._submit_digest = no_digest
     bench_engine.ROUND_SECONDS = arguments.round_seconds

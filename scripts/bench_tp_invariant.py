@@ -18,9 +18,9 @@ from typing import Any
 
 from bench_engine import Ours, note, step_seconds
 from device_timing import copy_bandwidth, header
-from engine_cases import TINY_CASES, Case, fill_cache, random_weights
+from engine_cases import TINY_CASES, TINY_SIZES, Case, fill_cache, random_weights, settings_for
 
-from bi_jax import Engine, EngineConfig
+from bi_jax import Engine
 from bi_jax.models import TransformerConfig, build_transformer
 from bi_jax.models.families.qwen3 import QWEN3_8B
 
@@ -36,26 +36,14 @@ TOPOLOGIES = ("default", "tp_invariant")
 def make_engine(
     config: TransformerConfig, params: Any, cases: tuple[Case, ...], degree: int
 ) -> Engine:
-    buckets = sorted({max(8, case.tokens) for case in cases})
-    settings = EngineConfig(
-        max_num_seqs=max(case.requests for case in cases),
-        max_num_batched_tokens=buckets[-1],
-        token_buckets=tuple(buckets),
-        max_model_len=max(case.context for case in cases) + 64,
-        num_pages=max(case.requests * -(-case.context // 64) for case in cases) + 8,
-    )
     model = build_transformer(config, params)
-    return Engine(model, config=settings, tensor_parallel_size=degree)
+    return Engine(model, config=settings_for(cases), tensor_parallel_size=degree)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     config, cases = QWEN3_8B, CASES
     if arguments.tiny:
-        sizes = dict(hidden_size=64, intermediate_size=128, num_query_heads=4, num_kv_heads=2)
-        config = config.replace(
-            num_layers=2, head_dim=64, vocab_size=512, bos_token_id=0, eos_token_ids=(1,),
-            pad_token_id=0, dtype="float32", param_dtype="float32", max_position=512, **sizes,
-        )  # fmt: skip
+        config = config.replace(**TINY_SIZES)
         cases = TINY_CASES
     names = [case.name for case in cases]
     cases = tuple(case for case in cases if arguments.only in case.name)

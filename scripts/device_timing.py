@@ -132,3 +132,28 @@ def header(bandwidth: float, argv: list[str] | None = None) -> dict:
         copy_bandwidth_tb_s=round(bandwidth / 1e12, 3),
         peak="bf16 dense 989 TFLOP/s (datasheet)",
     )
+
+
+def race_row(
+    *, op: str, case: str, rows: int, us: float, peer: str, peer_us: float, moved: int, copy: float
+) -> dict:
+    """A cell of a bandwidth-bound bfloat16 op in a benchmark's JSON; printed too.
+
+    Args:
+      us, peer_us: microseconds of ours and of the peer.
+      moved: bytes that the op must read and write.
+      copy: bytes a second of a device copy in the same run.
+    """
+    row = dict(
+        op=op,
+        case=case,
+        rows=rows,
+        dtype="bfloat16",
+        ours_us=round(us, 2),
+        peer=peer,
+        peer_us=round(peer_us, 2),
+        ratio=round(us / peer_us, 4),
+        ceiling_fraction=round(moved / (copy * us / 1e6), 4),
+    )
+    print(row, flush=True)
+    return row

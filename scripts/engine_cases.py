@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bi_jax import Engine, SamplingParams
+from bi_jax import Engine, EngineConfig, SamplingParams
 from bi_jax.batch import CHOOSE, LogitRow
 from bi_jax.models import Transformer, TransformerConfig
 from bi_jax.models.transformer import parameter_names
@@ -70,6 +70,12 @@ CASES = (
 )
 # What the end-to-end run is made of: 1k in, 1k out, eight prompts a step.
 PARTS = (Case(requests=256, context=1024), Case(requests=8, context=1024, new=1024))
+# Of a model with which a benchmark is tried on any machine.
+TINY_SIZES: dict[str, Any] = dict(
+    num_layers=2, hidden_size=64, intermediate_size=128, num_query_heads=4, num_kv_heads=2,
+    head_dim=64, vocab_size=512, bos_token_id=0, eos_token_ids=(1,), pad_token_id=0,
+    dtype="float32", param_dtype="float32", max_position=512,
+)  # fmt: skip
 TINY_CASES = (
     Case(requests=1, context=40, aim=1.15),
     Case(requests=4, context=70, aim=1.15),
@@ -151,3 +157,16 @@ def fill_cache(runner: Runner) -> None:
     leaves.clear()  # the old cache's memory is free before the new one is made
     keys = jax.random.split(jax.random.key(1), count)
     runner._cache = jax.tree.unflatten(structure, [fill(key) for key in keys])
+
+
+def settings_for(cases: tuple[Case, ...], **settings: Any) -> EngineConfig:
+    """An engine in which each of these steps has a bucket of its own and all its pages."""
+    buckets = sorted({max(8, case.tokens) for case in cases})
+    return EngineConfig(
+        max_num_seqs=max(case.requests for case in cases),
+        max_num_batched_tokens=buckets[-1],
+        token_buckets=tuple(buckets),
+        max_model_len=max(case.context for case in cases) + 64,
+        num_pages=max(case.requests * -(-case.context // 64) for case in cases) + 8,
+        **settings,
+    )
