@@ -31,6 +31,7 @@ _CALLED = re.compile(
 _NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_IN_PLACE = "output_to_operand_aliasing={{"  # in the braces, at least one pair
 _OLD_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
 _APPLYING = (
     *("reduce", "reduce-window", "scatter", "select-and-scatter", "sort"),
@@ -100,6 +101,8 @@ class HloAudit:
         self.collectives: Counter[str] = Counter()
         self.findings: list[Finding] = []
         self._owned = self._owned_computations()
+        fusions = (i for i in self.instructions if i.opcode == "fusion")
+        self._fused = frozenset(called for fusion in fusions for called in fusion.called)
         self.ours = sum(self._is_ours(i) for i in self.instructions)
         # The addition inside a reduction is part of it and no finding of its own.
         parts = {c for i in self.instructions if i.opcode in _APPLYING for c in i.called}
@@ -149,6 +152,8 @@ class HloAudit:
         if opcode in _COLLECTIVES:
             self.collectives[opcode] += 1
         if opcode == "custom-call":
+            if _IN_PLACE in instruction.line and instruction.computation in self._fused:
+                self._refuse(instruction, "alias")
             target = _TARGET.search(instruction.line)
             kernel = target.group(1) if target else "?"
             if mine:

@@ -164,6 +164,10 @@ REASONS: dict[str, str] = {
     "convert": "without a reduce_precision before it a compiler may drop the rounding",
     "arithmetic": "bits follow what the compiler fuses, vectorises or contracts to multiply-adds",
     "kernel": "it is none of our marked ops, and nobody has shown its order of additions",
+    "alias": (
+        "it changes its operand in place, and in a fusion result and operand may be two buffers, "
+        "of which it writes one"
+    ),
     "random": "its numbers are not fixed by a request's key alone",
     "vmap": "a batched kernel is another program, whose order of additions nobody has shown",
     "unknown": "it is on no list of exact operations",

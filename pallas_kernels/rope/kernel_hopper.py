@@ -19,6 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ..in_place import run_in_place
 from . import hopper_math, hopper_rows
 from .hopper_rows import INTERPRETED_ROWS, ROWS
 from .schedule import RopeSchedule, pick_schedule
@@ -137,24 +138,19 @@ def rope_into_pages_hopper(
         qkv, cos, sin, slot = (_longer(a, count, 0) for a in (qkv, cos, sin, slot))
         page = _longer(page, count, k_pages.shape[0])
     sides = (*k_pages.shape[:3], 2, half)
-    pages = [jax.new_ref(p.reshape(sides)) for p in (k_pages, v_pages)]
-    q = plgpu.kernel(
+    launch = plgpu.kernel(
         functools.partial(_body, schedule=schedule, eps=eps, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((count, kv_heads, group, 2, half), qkv.dtype),
         grid=(tiles, kv_heads, schedule.parts(group)),
         grid_names=("tile", "kv_head", "part"),
         kernel_name="rope_into_pages",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(
-        qkv.reshape(count, kv_heads, group_2, 2, half),
-        cos,
-        sin,
-        page,
-        slot,
-        *(scale.reshape(2, half) for scale in scales),
-        *pages,
     )
-    k_pages, v_pages = (jax.freeze(ref).reshape(k_pages.shape) for ref in pages)
+    operands = qkv.reshape(count, kv_heads, group_2, 2, half), cos, sin, page, slot
+    scales = tuple(scale.reshape(2, half) for scale in scales)
+    pages = k_pages.reshape(sides), v_pages.reshape(sides)
+    q, pages = run_in_place(launch, (*operands, *scales), pages)
+    k_pages, v_pages = (p.reshape(k_pages.shape) for p in pages)
     return q.reshape(count, kv_heads, group, width)[:tokens], k_pages, v_pages
 
 

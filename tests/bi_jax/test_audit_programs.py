@@ -205,6 +205,30 @@ def test_a_product_that_the_compiler_wrote_anew_is_its_users():
     assert findings(optimised(extra=across)) == [("all-reduce", "collective")]
 
 
+# What jaxlib 0.11.2 made of a loop over stacked pages: the fusion gives the result a buffer.
+SLICED = """%sliced (p: f32[2,4], i: s32[], v: f32[4]) -> f32[4] {
+  %p = f32[2,4]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %v = f32[4]{0} parameter(2)
+  %s = f32[1,4]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,4}
+  %b = f32[4]{0} bitcast(%s)
+  ROOT %k = f32[4]{0} custom-call(%b, %v), custom_call_target="kernel", ALIASING
+}
+
+"""
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("aliasing", ["output_to_operand_aliasing={{}: (0, {})}, ", ""])
+def test_a_kernel_that_changes_its_operand_stands_in_no_fusion(fused, aliasing):
+    metadata = 'metadata={op_name="jit(f)/bi_op/call"}'
+    text = SLICED.replace("ALIASING", aliasing + metadata)
+    call = "fusion(%x), kind=kCustom" if fused else "call(%x)"
+    text += f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  ROOT %f = f32[4] {call}, calls=%sliced\n}}\n"
+    expected = [("custom-call", "alias")] if fused and aliasing else []
+    assert findings(text) == expected
+
+
 def test_findings_name_the_source_line():
     text = optimised(
         extra='  %r = f32[4]{0} add(%k, %k), metadata={op_name="jit(f)/add" stack_frame_id=1}\n'

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bi_jax.audit_hlo import HloAudit
 from bi_jax.pallas_kernels.rope.kernel_hopper import rope_hopper, rope_into_pages_hopper
 from bi_jax.pallas_kernels.rope.schedule import RopeSchedule
 from bi_jax.testing import assert_same_bits, operands
@@ -67,6 +68,39 @@ def test_pages_hold_the_tokens_and_nothing_else_changes(case):
             rest = np.array(new)  # on the host: a device may write another NaN
             rest[page[:real], :, slot[:real]] = np.asarray(empty)[0, 0, 0, 0]
             assert_same_bits(rest, empty)
+
+
+@pytest.mark.parametrize("looped", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_stacked_layers_keep_their_own_pages(case, looped):
+    """A compiler may fuse the slices and updates of a stack with the kernel between them."""
+    layers, tokens, pages = 5, 64, 3
+    kv_heads, _, width, _ = case
+    qkv, cos, sin, scales = _arrays(case, tokens)
+    page, slot = _places(tokens, pages)
+    qkvs = jnp.stack([jnp.roll(qkv, layer, axis=0) for layer in range(layers)])
+    shape = (2, layers, pages, kv_heads, PAGE, width)
+    old = jnp.asarray(operands.spread(shape, "bfloat16", seed=5, powers=(-3, 3)))
+
+    def run(qkv, k_pages, v_pages):
+        return rope_into_pages_hopper(
+            *(qkv, cos, sin, scales, k_pages, v_pages, page, slot), eps=1e-6
+        )
+
+    def looping(qkvs, old):
+        stacks = (qkvs, *old)
+        if looped:
+            return jax.lax.scan(lambda carry, one: (carry, run(*one)), None, stacks)[1]
+        each = [run(*(stack[layer] for stack in stacks)) for layer in range(layers)]
+        return tuple(jnp.stack(parts) for parts in zip(*each, strict=True))
+
+    compiled = jax.jit(looping).lower(qkvs, old).compile()
+    assert not [f for f in HloAudit(compiled.as_text(), (), {}).findings if f.kind == "alias"]
+    found = compiled(qkvs, old)
+    for layer in range(layers):
+        alone = run(qkvs[layer], *old[:, layer])
+        for stack, want in zip(found, alone, strict=True):
+            assert_same_bits(stack[layer], want)
 
 
 def test_donated_pages_are_not_copied():
