@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -200,8 +200,8 @@ class ActiveRequest:
         completion.failure = f"{type(error).__name__}: {error}"
         completion.text.finish_reason = "abort"
 
-    def output(self, identity: str, weights_version: int) -> RequestOutput:
-        """What there is so far, as the user sees it."""
+    def output(self, identity: Callable[[], str], weights_version: int) -> RequestOutput:
+        """What there is so far, as the user sees it; `identity` is asked when the user is."""
         outputs = [self._completion_output(c, identity, weights_version) for c in self.completions]
         scored = self.params.prompt_logprobs is not None
         return RequestOutput(
@@ -217,7 +217,7 @@ class ActiveRequest:
         )
 
     def _completion_output(
-        self, completion: ActiveCompletion, identity: str, weights_version: int
+        self, completion: ActiveCompletion, identity: Callable[[], str], weights_version: int
     ) -> CompletionOutput:
         count = self.params.logprobs
         top = None

@@ -26,7 +26,7 @@ from .active import ActiveRequest
 from .cache_size import plan_pages
 from .config import EngineConfig
 from .flags import enable_compilation_cache
-from .identity import Identity, digest_of_state, identity_of
+from .identity import Identity, PendingIdentity, digest_of_state, identity_of
 from .ops import pick_backends, transformer_ops
 from .progress import Progress
 from .request import Request, RequestOutput, SamplingParams
@@ -128,8 +128,7 @@ class Engine(StepLoop):
         self.weights_version = 0
         # Hashing the weights takes seconds and needs nobody to wait for it.
         self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bi-jax-digest")
-        self._weights_digest = self._submit_digest()
-        self._identity: Identity | None = None
+        self._pending_identity = self._hash_weights()
         self._request_ids = itertools.count()
         self._seq_ids = itertools.count()
         self._start_afresh(scheduler)
@@ -371,22 +370,25 @@ class Engine(StepLoop):
                 "weights are replaced only while idle, and "
                 f"{len(self._active)} requests are running"
             )
+        self._pending_identity.settle()  # no more than two sets of weights on the device at once
         self.runner.update_state(state)
-        self._weights_digest = self._submit_digest()
+        self._pending_identity = self._hash_weights()
         self.weights_version += 1
         self.scheduler.cache.clear(weights_version=self.weights_version)
 
     @property
     def identity(self) -> Identity:
-        """Everything that fixes the bits of this engine's completions."""
-        weights = self._weights_digest.result()
-        if self._identity is None:
-            self._identity = identity_of(
-                self.model_config, self.ops.description, audited=self.audited
-            )
-        if self._identity.weights != weights:
-            self._identity = self._identity.with_weights(weights)
-        return self._identity
+        """Everything that fixes the bits of this engine's completions.
+
+        The weights are hashed in the background; this waits until they are.
+        """
+        return self._pending_identity.identity
+
+    def _hash_weights(self) -> PendingIdentity:
+        named = functools.partial(
+            identity_of, self.model_config, self.ops.description, audited=self.audited
+        )
+        return PendingIdentity(self._submit_digest(), named)
 
     def _submit_digest(self) -> Future[str]:
         whole = self.runner.whole_parameters()

@@ -11,7 +11,8 @@ import functools
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,31 @@ class Identity:
     def with_weights(self, weights: str) -> Identity:
         """The same with other weights, as after `update_weights`."""
         return dataclasses.replace(self, weights=weights)
+
+
+class PendingIdentity:
+    """An identity whose weights are perhaps still being hashed.
+
+    Args:
+      weights: their digest, to come.
+      identity: from the digest to the identity.
+    """
+
+    def __init__(self, weights: Future[str], identity: Callable[[str], Identity]) -> None:
+        self._weights, self._identity_with = weights, identity
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """Waits for the digest, and raises what making it raised."""
+        return self._identity_with(self._weights.result())
+
+    def short(self) -> str:
+        """As `identity.short`."""
+        return self.identity.short
+
+    def settle(self) -> None:
+        """Waits until the weights are hashed, or that failed."""
+        wait([self._weights])
 
 
 def identity_of(

@@ -6,7 +6,7 @@ Names and shapes follow vLLM where it has them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -104,8 +104,36 @@ class TopLogprobs:
             )
 
 
+class _WhenRead:
+    """A text that may be given as a function, which is asked when the text is read; unset: empty.
+
+    So nobody waits for the weights to be hashed but who wants to know the identity.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._slot = f"_{name}"
+
+    def __get__(self, instance: Any, owner: type) -> str:
+        if instance is None:
+            return ""  # what a dataclass takes for the field's default
+        value: Any = instance.__dict__[self._slot]
+        if callable(value):
+            value = instance.__dict__[self._slot] = value()
+        return value
+
+    def __set__(self, instance: Any, value: str | Callable[[], str]) -> None:
+        instance.__dict__[self._slot] = value
+
+
+class _Identified:
+    def __getstate__(self) -> dict[str, Any]:
+        """For `pickle` and `copy`: what is still to be asked is asked now."""
+        self.identity  # type: ignore[attr-defined]  # noqa: B018
+        return self.__dict__
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CompletionOutput:
+class CompletionOutput(_Identified):
     """One completion of a prompt.
 
     token_ids: every token drawn, the one that ended the completion included.
@@ -113,6 +141,7 @@ class CompletionOutput:
     stop_reason: the stop string or stop token id that ended it; None for end-of-sequence ids.
     finish_reason: None while the completion is still going on (streaming).
     seed: with index, prompt and identity all that is needed to draw it again.
+    identity: what fixed the bits; whoever reads it first waits until the weights are hashed.
     """
 
     index: int
@@ -123,7 +152,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     seed: int | None = None
-    identity: str = ""
+    identity: _WhenRead = _WhenRead()
     weights_version: int = 0
 
     def __post_init__(self) -> None:
@@ -155,12 +184,12 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RequestOutput:
+class RequestOutput(_Identified):
     """One request's completions, in the order of their index.
 
     prompt_logprobs: float32[len(prompt_token_ids)] when asked for; entry 0 is NaN, since nothing
         precedes the first token.
-    identity: what fixed the bits; equal identities and seeds give equal bits.
+    identity: what fixed the bits; equal identities and seeds give equal bits. Read as above.
     """
 
     request_id: str
@@ -170,7 +199,7 @@ class RequestOutput:
     prompt_logprobs: np.ndarray | None = None
     prompt_top_logprobs: TopLogprobs | None = None
     sampling_params: SamplingParams | None = None
-    identity: str = ""
+    identity: _WhenRead = _WhenRead()
     weights_version: int = 0
 
     def __post_init__(self) -> None:

@@ -236,7 +236,7 @@ class Placer:
             for path, variable in nnx.to_flat_state(state)
             if isinstance(variable, nnx.Param)
         }
-        return _Lazy(lambda name: self.layout.restore(name, np.asarray(values[name])), values)
+        return _Lazy(lambda name: self.layout.restore(name, _on_host(values[name])), values)
 
     def _staging(self, name: str) -> jax.sharding.Sharding:
         if self.mesh is None:
@@ -245,6 +245,13 @@ class Placer:
 
     def _spec(self, axis: int | None) -> P:
         return P() if axis is None else P(*[None] * axis, TENSOR_AXIS)
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    """A copy that goes when its reader is done; an array asked itself keeps its copy for life."""
+    parts = [shard.data for shard in array.addressable_shards]
+    twin = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+    return np.asarray(twin)
 
 
 class _Lazy(Mapping[str, Any]):

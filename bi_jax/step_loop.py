@@ -18,7 +18,7 @@ from .active import ActiveCompletion, ActiveRequest
 from .batch import LogitRow, first_rows
 from .config import EngineConfig
 from .errors import EngineFull, StepFailed
-from .identity import Identity
+from .identity import PendingIdentity
 from .metrics import Counters, EngineMetrics
 from .request import Request, RequestOutput, SamplingParams
 from .runner import Launched, Runner
@@ -67,12 +67,8 @@ class StepLoop:
     tokenizer: Tokenizer | None
     runner: Runner
     weights_version: int
+    _pending_identity: PendingIdentity
     _seq_ids: Iterator[int]
-
-    @property
-    def identity(self) -> Identity:
-        """Everything that fixes the bits of completions."""
-        raise NotImplementedError("Engine.identity")
 
     def _start_afresh(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -162,7 +158,7 @@ class StepLoop:
             if active.final is None and active.num_drawn == active.num_shown:
                 return None
             active.num_shown = active.num_drawn
-            return active.final or active.output(self.identity.short, self.weights_version)
+            return active.final or self._output_of(active)
 
     def _step(self) -> None:
         ahead, self._ahead = self._ahead, None
@@ -307,8 +303,11 @@ class StepLoop:
                 self._roll_back()
         aborted = any(c.text.finish_reason == "abort" for c in active.completions)
         self._counters.finished(seconds=time.perf_counter() - active.added_at, aborted=aborted)
-        active.final = active.output(self.identity.short, self.weights_version)
+        active.final = self._output_of(active)
         return active.final
+
+    def _output_of(self, active: ActiveRequest) -> RequestOutput:
+        return active.output(self._pending_identity.short, self.weights_version)
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):

@@ -20,6 +20,7 @@ from .plan import parameter_shapes
 MARKER = "bi_jax.json"
 PARAMS = "params"
 FORMAT = 1
+DIGEST = "weights_2"  # named for the digest's own format
 
 
 def save_orbax(folder: Path, config: TransformerConfig, params: Mapping[str, jax.Array]) -> None:
@@ -35,7 +36,7 @@ def save_orbax(folder: Path, config: TransformerConfig, params: Mapping[str, jax
     content = {
         "format": FORMAT,
         "config": config_to_json(config),
-        "weights": weights_digest(params),
+        DIGEST: weights_digest(params),
     }
     (folder / MARKER).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -87,8 +88,8 @@ def load_orbax(
 
 
 def _check_digest(folder: Path, params: Mapping[str, jax.Array]) -> None:
-    """Compares with the digest in the marker; folders of earlier versions have none."""
-    written = read_json(folder / MARKER).get("weights")
+    """Compares with the digest in the marker; older folders have none of this kind."""
+    written = read_json(folder / MARKER).get(DIGEST)
     if written is None:
         return
     found = weights_digest(params)

@@ -138,7 +138,7 @@ def test_a_damaged_marker(
 def test_weights_that_are_not_those_that_were_written(saved: Path, tmp_path: Path) -> None:
     config = read_config(saved)
     params = dict(load_params(saved, config, dtype="float32"))
-    written = json.loads((saved / "bi_jax.json").read_text())["weights"]
+    written = json.loads((saved / "bi_jax.json").read_text())["weights_2"]
     assert written == weights_digest(params)
     params["final_norm.scale"] = params["final_norm.scale"].at[3].add(1e-6)
     save_orbax(tmp_path, config, params)
@@ -146,7 +146,7 @@ def test_weights_that_are_not_those_that_were_written(saved: Path, tmp_path: Pat
     shutil.copyfile(saved / "bi_jax.json", tmp_path / "bi_jax.json")
     with pytest.raises(ValueError, match=f"is damaged: its weights .* {written[:16]} is written"):
         load_params(tmp_path, config, dtype="bfloat16")
-    _edit_marker(saved, tmp_path / "older", weights=None)
+    _edit_marker(saved, tmp_path / "older", weights_2=None)
     load_params(tmp_path / "older", config, dtype="float32")
 
 
