@@ -7,6 +7,8 @@ import jax.numpy as jnp
 REQUEST, FIRST_ROW, BEGIN, END, POSITION, CONTEXT, SPLIT = range(7)
 FIELDS = 8  # columns, padded
 ALIGN = 8  # a tile starts at a multiple of this flat row: the tile of the shared-memory layout
+AT_ONCE = 8  # tiles that all run at once, in whatever order
+FEW = 512  # requests
 
 
 def max_tiles(tokens: int, requests: int, tile_tokens: int) -> int:
@@ -38,7 +40,7 @@ def make_tiles(batch, *, tokens: int, tile_tokens: int) -> tuple[jax.Array, jax.
     number = max_tiles(tokens, requests, tile_tokens)
     bases = starts // ALIGN * ALIGN
     tiles_of = jnp.where(ends > starts, (ends - bases + tile_tokens - 1) // tile_tokens, 0)
-    tile_end = jnp.cumsum(tiles_of)
+    tile_end = _running_sum(tiles_of)
     index = jnp.arange(number, dtype=jnp.int32)
     request = jnp.sum(tile_end[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
     used = request < requests
@@ -51,9 +53,20 @@ def make_tiles(batch, *, tokens: int, tile_tokens: int) -> tuple[jax.Array, jax.
     context = batch.positions[jnp.maximum(ends[request] - 1, 0)] + 1
     empty = jnp.zeros_like(request)
     table = jnp.stack([request, first, begin, end, position, context, empty, empty], axis=1)
-    # Longest first evens out the CTAs; empty tiles sort behind all others.
-    order = jnp.argsort(jnp.where(used, -(position + end), 1), stable=True)
-    return table[order].astype(jnp.int32), tile_end[-1:].astype(jnp.int32)
+    if number > AT_ONCE:
+        # Longest first evens out the CTAs; empty tiles sort behind all others.
+        order = jnp.argsort(jnp.where(used, -(position + end), 1), stable=True)
+        table = table[order]
+    return table.astype(jnp.int32), jnp.sum(tiles_of, dtype=jnp.int32)[None]
+
+
+def _running_sum(counts: jax.Array) -> jax.Array:
+    """int32 [B] -> the sums up to each entry; few in one small kernel where a scan is several."""
+    if len(counts) > FEW:
+        return jnp.cumsum(counts)
+    place = jnp.arange(len(counts))
+    before = place[:, None] >= place[None, :]
+    return jnp.sum(jnp.where(before, counts[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def split_tiles(

@@ -331,22 +331,26 @@ def test_refuses_by_name(change, error, message):
 ROWS, REQUESTS = 256, 8
 
 
-@pytest.mark.parametrize("tile_tokens", [8, 32, 128])
-def test_tiles_cover_every_token_once(tile_tokens):
+@pytest.mark.parametrize(
+    ("tile_tokens", "rows", "few"),
+    [(8, ROWS, work.FEW), (32, ROWS, work.FEW), (128, ROWS, work.FEW), (8, 8, 512), (128, 256, 4)],
+)
+def test_tiles_cover_every_token_once(tile_tokens, rows, few, monkeypatch):
+    monkeypatch.setattr(work, "FEW", few)
     rng = np.random.default_rng(0)
-    cut = jax.jit(lambda batch: work.make_tiles(batch, tokens=ROWS, tile_tokens=tile_tokens))
-    find = jax.jit(lambda tiles: work.token_places(tiles, tokens=ROWS))
+    cut = jax.jit(lambda batch: work.make_tiles(batch, tokens=rows, tile_tokens=tile_tokens))
+    find = jax.jit(lambda tiles: work.token_places(tiles, tokens=rows))
     for trial in range(40):
-        queries = rng.integers(0, 32, REQUESTS)
-        queries[rng.integers(0, REQUESTS)] += 1
+        shares = rng.dirichlet(np.full(REQUESTS, 0.5))
+        queries = rng.multinomial(rng.integers(1, rows + 1), shares)
         contexts = queries + rng.integers(0, 300, REQUESTS) + (queries == 0)
         tokens = int(queries.sum())
         starts = np.concatenate([[0], np.cumsum(queries)])
         positions = [np.arange(c - q, c) for q, c in zip(queries, contexts, strict=True)]
-        positions = np.concatenate([*positions, np.full(ROWS - tokens, -7)])
+        positions = np.concatenate([*positions, np.full(rows - tokens, -7)])
         batch = RaggedBatch(
             positions=jnp.asarray(positions, jnp.int32),
-            request=jnp.zeros(ROWS, jnp.int32),
+            request=jnp.zeros(rows, jnp.int32),
             query_start=jnp.asarray(starts, jnp.int32),
             page_table=jnp.zeros((REQUESTS, 1), jnp.int32),
             num_tokens=jnp.int32(tokens),
@@ -357,12 +361,15 @@ def test_tiles_cover_every_token_once(tile_tokens):
         seen = np.zeros(tokens, int)
         for request, first, begin, end, position, context, *_ in tiles[:count]:
             assert first % work.ALIGN == 0 and 0 <= begin < end <= tile_tokens
-            rows = np.arange(first + begin, first + end)
-            seen[rows] += 1
-            assert starts[request] <= rows[0] and rows[-1] < starts[request + 1]
-            assert np.array_equal(positions[rows], position + np.arange(begin, end))
+            own = np.arange(first + begin, first + end)
+            seen[own] += 1
+            assert starts[request] <= own[0] and own[-1] < starts[request + 1]
+            assert np.array_equal(positions[own], position + np.arange(begin, end))
             assert context == contexts[request]
         assert np.all(seen == 1)
+        if len(tiles) > work.AT_ONCE:  # longest first
+            lengths = tiles[:count, work.POSITION] + tiles[:count, work.END]
+            assert np.all(np.diff(lengths) <= 0)
         assert np.all(tiles[count:, work.END] == 0)
         tile, place = (np.asarray(x)[:tokens] for x in find(jnp.asarray(tiles)))
         assert np.array_equal(tiles[tile, work.FIRST_ROW] + place, np.arange(tokens))
