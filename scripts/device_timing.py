@@ -121,6 +121,7 @@ def copy_bandwidth() -> float:
 def header(bandwidth: float, argv: list[str] | None = None) -> dict:
     """What the numbers of a run were measured on; `argv` if more of it than the verb matters."""
     words = sys.argv[:2] if argv is None else argv
+    named = [pathlib.Path(word).name or word for word in words]  # where files lay is nobody's need
     return dict(
         date=datetime.date.today().isoformat(),
         chip=versions.chip_name(jax.devices()[0]),
@@ -128,7 +129,7 @@ def header(bandwidth: float, argv: list[str] | None = None) -> dict:
         jax=jax.__version__,
         jaxlib=jax.lib.__version__,
         python=sys.version.split()[0],
-        command=" ".join(["python", f"scripts/{pathlib.Path(words[0]).name}", *words[1:]]),
+        command=" ".join(["python", f"scripts/{named[0]}", *named[1:]]),
         copy_bandwidth_tb_s=round(bandwidth / 1e12, 3),
         peak="bf16 dense 989 TFLOP/s (datasheet)",
     )
