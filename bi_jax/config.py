@@ -36,6 +36,8 @@ class EngineConfig:
         completion that ends by a stop token or string costs one more row.
       compilation_cache: (schedule) keep compiled programs on disk, for the whole process, where
         `bi_jax.flags.default_compilation_cache_dir` says; a directory that JAX was given stays.
+      peer_memory: (schedule) on several cards of one host, sum over them through memory that they
+        write into directly; False: by the compiler's collectives, as where there is no such memory.
       max_num_requests: (schedule) requests that may be running or waiting at once; more are
         refused. None: no limit.
       audit: (no schedule, but it cannot change a bit either) audit each compiled step before it
@@ -54,6 +56,7 @@ class EngineConfig:
     decode_steps: int = 1
     overlap: bool = True
     compilation_cache: bool = True
+    peer_memory: bool = True
     max_num_requests: int | None = None
     audit: bool = True
 
@@ -64,7 +67,7 @@ class EngineConfig:
         for name in ("num_pages", "cache_bytes", "max_model_len", "max_num_requests"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
-        for name in ("prefix_caching", "overlap", "compilation_cache", "audit"):
+        for name in ("prefix_caching", "overlap", "compilation_cache", "peer_memory", "audit"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if not 0 < self.memory_fraction <= 1:

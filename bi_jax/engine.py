@@ -86,6 +86,10 @@ class Engine(StepLoop):
             transformer_ops, model.config, backend=self.backends, layout=layout
         )
         self.ops = ops or make_ops()
+
+        def over_peers(peers: jax.Array) -> TransformerOps:
+            return make_ops(peers=peers)
+
         # Other ops keep no promise, so there is nothing to hold them to.
         self.audited = self.config.audit and ops is None
         self.max_model_len = self.config.max_model_len or model.config.max_position
@@ -123,7 +127,7 @@ class Engine(StepLoop):
             backend=self.backends.tokens,
             audited=self.audited,
             placer=self.placer,
-            ops_over_peers=lambda peers: make_ops(peers=peers),
+            ops_over_peers=over_peers if self.config.peer_memory else None,
         )
         self.weights_version = 0
         # Hashing the weights takes seconds and needs nobody to wait for it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +134,20 @@ def in_force(platform: str | None = None) -> tuple[tuple[str, str], ...]:
 def process_flags() -> str:
     """XLA_FLAGS as the environment has them, which our own programs are compiled under too."""
     return os.environ.get("XLA_FLAGS", "")
+
+
+def words_for_cards(cards: Sequence[int]) -> list[str]:
+    """Words to put before a child process's command, so that it sees only some cards.
+
+    It takes memory as it needs it, since others may use the same cards.
+
+    Args:
+      cards: numbers among those that this process sees.
+    """
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(card) for card in range(max(cards) + 1)]
+    own = ",".join(names[card] for card in cards)
+    return ["env", f"CUDA_VISIBLE_DEVICES={own}", "XLA_PYTHON_CLIENT_PREALLOCATE=false"]
 
 
 def pin_flags(*, collectives: bool = True) -> dict[str, str]:

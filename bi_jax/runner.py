@@ -19,16 +19,17 @@ from bi_jax.pallas_kernels.ragged import RaggedBatch
 
 from . import flags
 from .audited import AuditedJit
-from .batch import LogitRow, TokenArrays, arrays_one_on, bucket_for, token_arrays, top_bucket
+from .batch import LogitRow, arrays_one_on, bucket_for, token_arrays, top_bucket
 from .kv_cache import make_cache
 from .peer_memory import peer_memory, peers_table
 from .program_store import ProgramStore, program_store
 from .row_products import TENSOR_AXIS
-from .sampling import SamplingRows, TokenBackends, TokenChoice, sample, stack_rows
+from .sampling import TokenBackends, TokenChoice, sample, stack_rows
 from .sampling_rows import StackedRows
 from .scheduler import PlannedSequence, StepPlan
 from .scheduler import Sequence as ScheduledSequence
 from .sharding import Placer
+from .step_arguments import Launched, LogitRows, StepArguments, ragged
 from .vocabulary_rows import rows_for, with_rows
 
 
@@ -45,45 +46,6 @@ class RunnerConfig:
     @property
     def pages_a_request(self) -> int:
         return -(-self.max_model_len // self.page_size)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class LogitRows:
-    """The rows of logits that a step needs, as arrays of R entries.
-
-    Attributes:
-      row: int32 [R], index into the step's tokens.
-      target: int32 [R], the token to score, or CHOOSE.
-      num_rows: int32 [], entries that are real.
-      sampling: the rows' sampling parameters.
-    """
-
-    row: Any
-    target: Any
-    num_rows: Any
-    sampling: SamplingRows
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepArguments:
-    """A step on the host: its arrays, padded to its buckets, and what is static about it."""
-
-    tokens: TokenArrays
-    rows: LogitRows
-    top: int
-    filters: bool
-    steps: int
-
-    @property
-    def program(self) -> tuple[int, int, int, bool, int]:
-        """Which compiled program runs it: tokens, logit rows, top tokens, filters, steps."""
-        return len(self.tokens.tokens), len(self.rows.row), self.top, self.filters, self.steps
-
-    @property
-    def statics(self) -> dict[str, Any]:
-        """The step function's static arguments."""
-        return {"top": self.top, "filters": self.filters, "steps": self.steps}
 
 
 def compute_state(state: nnx.State, dtype: str) -> nnx.State:
@@ -154,6 +116,11 @@ class Runner:
         parts = {"graph": self._graph, "model": self.model_config, "ops": self._ops.description}
         return program_store({**parts, "backend": self._backend, "options": options})
 
+    @property
+    def sums_through_peers(self) -> bool:
+        """Whether sums over cards go through memory that they write into directly."""
+        return self._peers is not None
+
     def step_arguments(self, plan: StepPlan, rows: Sequence[LogitRow]) -> StepArguments:
         """The host arrays of a step, in the smallest buckets that hold it."""
         config = self.config
@@ -188,13 +155,13 @@ class Runner:
             ),
         )
 
-    def start(self, plan: StepPlan, rows: Sequence[LogitRow]) -> "Launched":
+    def start(self, plan: StepPlan, rows: Sequence[LogitRow]) -> Launched:
         """Hands a plan's step to the device: tokens are computed, keys stored, rows chosen."""
         started = time.perf_counter()
         step = self.step_arguments(plan, rows)
         return Launched(plan=plan, rows=rows, step=step, choice=self.launch(step), started=started)
 
-    def start_one_on(self, before: "Launched", plan: StepPlan) -> "Launched":
+    def start_one_on(self, before: Launched, plan: StepPlan) -> Launched:
         """Hands over the step after `before`, on the tokens that `before` draws on the device.
 
         Args:
@@ -215,7 +182,7 @@ class Runner:
             before, plan=plan, later=before.later + 1, step=step, choice=choice, started=started
         )
 
-    def collect(self, launched: "Launched") -> list[TokenChoice]:
+    def collect(self, launched: Launched) -> list[TokenChoice]:
         """Waits for a step.
 
         Returns:
@@ -283,7 +250,7 @@ class Runner:
     def _arguments(self, step: StepArguments, tokens: jax.Array | None = None) -> tuple[Any, ...]:
         named = step.tokens.tokens if tokens is None else tokens
         peers = None if self._peers is None else self._peers.addresses
-        batch = _ragged(step.tokens)
+        batch = ragged(step.tokens)
         return step.program, self._leaves, self._cache, named, batch, step.rows, peers
 
     def reset_cache(self) -> None:
@@ -408,26 +375,6 @@ class Runner:
         return cache, choice
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launched:
-    """A step that the device has been given.
-
-    Attributes:
-      plan: what was asked for.
-      rows: the rows of logits, as they stood `later` steps before.
-      step: its arrays.
-      choice: what will come, on the device.
-      started: when, by `time.perf_counter`.
-    """
-
-    plan: StepPlan
-    rows: Sequence[LogitRow]
-    later: int = 0
-    step: StepArguments
-    choice: TokenChoice
-    started: float
-
-
 @functools.partial(jax.jit, static_argnames="size")
 def _as_tokens(drawn: jax.Array, *, size: int) -> jax.Array:
     """int32 [steps, R] -> the last step's, as the tokens [size] of a step."""
@@ -436,14 +383,3 @@ def _as_tokens(drawn: jax.Array, *, size: int) -> jax.Array:
 
 def _column(values: list[int], size: int) -> np.ndarray:
     return np.array(values + [0] * (size - len(values)), np.int32)
-
-
-def _ragged(arrays: TokenArrays) -> RaggedBatch:
-    host: Any = arrays  # NumPy arrays: the jitted step takes them as they are
-    return RaggedBatch(
-        positions=host.positions,
-        request=host.request,
-        query_start=host.query_start,
-        page_table=host.page_table,
-        num_tokens=host.num_tokens,
-    )

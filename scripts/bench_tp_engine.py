@@ -5,30 +5,38 @@
     python scripts/bench_tp_engine.py --tiny                                         # anywhere
 
 Qwen3-8B's shapes with random weights made in their shards. A process for each degree and topology
-compiles its programs while others do; then they measure one at a time. A step is the engine's own
-program on its own arrays, handed over many times in a row; so is the peer's (engine_peer.py), once
-with float32 partial sums and once with bfloat16 ones.
+compiles its programs while others do; then they measure, those of other cards beside one another. A
+step is the engine's own program on its own arrays, handed over many times in a row; so is the
+peer's (engine_peer.py), once with float32 partial sums and once with bfloat16 ones.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
-import fcntl
 import functools
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import bench_engine
 import jax
 import numpy as np
 from bench_engine import Ours, measure, note, shapes_only
-from engine_cases import TINY_CASES, TINY_SIZES, Case, fill_cache, random_weights, settings_for
+from card_turns import Job, run_in_turns, side_by_side, wait_for_turn
+from engine_cases import (
+    TINY_CASES,
+    TINY_SIZES,
+    Case,
+    fill_cache,
+    random_weights,
+    settings_for,
+    step_of,
+)
 from engine_peer import HEADS, make_caches, make_step, peer_params
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -46,16 +54,18 @@ CASES = (Case(requests=64, context=1024), Case(requests=1, context=1024))
 PREFILL = Case(requests=1, context=4096, new=4096)
 TINY_DEVICES = 2
 DTYPES = ("float32", "bfloat16")  # of the peer's partial sums
-# How ours are summed: through peer memory, so but never in the kernel of the norm, by collectives.
-PEERS, UNFUSED, GATHERED = "peers", "unfused", "gathered"
+# How ours are summed: through peer memory, so but never in the kernel of the norm, by collectives;
+# and as the first, but several tokens a sequence in one dispatch.
+PEERS, UNFUSED, GATHERED, STEPS = "peers", "unfused", "gathered", "steps"
+STEPS_A_DISPATCH = 4
 
 
-def make_engine(config: Any, cases: tuple[Case, ...], degree: int) -> Engine:
+def make_engine(config: Any, cases: tuple[Case, ...], degree: int, sums: str) -> Engine:
     backends = pick_backends(jax.devices()[0], config.dtype)
     placer = model_placer(config, backends, degree)
     params = random_weights(config, placer)
     jax.block_until_ready(params)
-    settings = settings_for(cases, audit=False)
+    settings = settings_for(cases, audit=False, peer_memory=sums != GATHERED)
     layout = None if placer is None else placer.layout
     model = build_transformer(config, params, layout=layout)
     return Engine(model, config=settings, tensor_parallel_size=degree)
@@ -71,14 +81,19 @@ def no_digest(engine: Engine) -> Any:
 class OnRanks(Ours):
     """A case's step in the engine, its arrays on every rank."""
 
-    def __init__(self, engine: Engine, case: Case) -> None:
+    def __init__(self, engine: Engine, case: Case, steps: int) -> None:
         super().__init__(engine, case)
+        self.step = dataclasses.replace(self.step, steps=steps)
+        self.on_host = dataclasses.replace(step_of(engine, case), steps=steps)
         if engine.placer is None or engine.placer.mesh is None:
             return
         place = NamedSharding(engine.placer.mesh, P())
         tokens = {n: jax.device_put(a, place) for n, a in vars(self.step.tokens).items()}
         rows = jax.device_put(self.step.rows, place)
         self.step = dataclasses.replace(self.step, tokens=TokenArrays(**tokens), rows=rows)
+
+    def run_from_host(self) -> Any:
+        return self.engine.runner.launch(self.on_host)
 
 
 class Peer:
@@ -121,25 +136,26 @@ class Peer:
 
 def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -> None:
     """Compiles and measures one degree and topology; writes what it found to --json."""
-    if sums == GATHERED:
-        runner.peer_memory = lambda *_: None
     if sums == UNFUSED:
         row_products.fits_peer_norm = lambda _: False
     config, cases = QWEN3_8B.replace(topology=topology), CASES
-    if arguments.prefill:
+    if arguments.prefill and sums != STEPS:
         cases = (*CASES, PREFILL)
     if arguments.layers:
         config = config.replace(num_layers=arguments.layers)
     if arguments.tiny:
         config = config.replace(**TINY_SIZES | {"num_kv_heads": 4})
         cases = TINY_CASES
+    steps = 1
+    if sums == STEPS:
+        cases, steps = tuple(case for case in cases if case.new == 1), STEPS_A_DISPATCH
     Engine._submit_digest = no_digest
     bench_engine.ROUND_SECONDS = arguments.round_seconds
     make_cache, runner.make_cache = runner.make_cache, shapes_only
-    engine = make_engine(config, cases, degree)
-    through = "peer memory" if engine.runner._peers is not None else "collectives"
+    engine = make_engine(config, cases, degree, sums)
+    through = "peer memory" if engine.runner.sums_through_peers else "collectives"
     note(degree, topology, sums, "built, sums through", through)
-    sides: dict[tuple[str, Case], Any] = {("ours", c): OnRanks(engine, c) for c in cases}
+    sides: dict[tuple[str, Case], Any] = {("ours", c): OnRanks(engine, c, steps) for c in cases}
     if topology == "default" and sums == PEERS:
         params = peer_params(nnx.merge(engine.runner._graph, engine.runner.state))
         for dtype in DTYPES[: 2 if degree > 1 and not arguments.tiny else 1]:
@@ -153,53 +169,48 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
         "degree": degree,
         "topology": topology,
         "sums": sums,
+        "steps": steps,
         "layers": config.num_layers,
         "rows": rows,
     }
     found["header"] = run_header(__file__)
     found["model"], found["ops"] = str(config), dict(engine.ops.description)
-    while not arguments.turn.exists():
-        time.sleep(0.05)
-    with arguments.lock.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        runner.make_cache = make_cache
-        engine.runner.reset_cache()
-        fill_cache(engine.runner)
-        for (name, case), side in sides.items():
-            if isinstance(side, Peer):
-                engine.runner._cache = None
-                side.prepare()
-            if arguments.tiny:  # steps in flight together starve one another of the few threads
-                side.run = functools.partial(_blocking, side.run)
-            profiled = not arguments.tiny and case.requests > 1 and "bfloat16" not in name
-            profiled = profiled and degree > 1 and sums != UNFUSED
-            row = measure(side, profiled=profiled)
-            row["dispatch_ms"] = dispatch_ms(side)
-            if isinstance(side, Peer):
-                side.caches = None
-            for long in ("kernels", "order"):
-                row.pop(long, None) if name.startswith("psum") else None
-            row["tokens_a_second"] = round(case.tokens / row["ms"] * 1e3, 1)
-            rows[case.name][name] = row
-            note(
-                degree,
-                topology,
-                case.name,
-                name,
-                row["ms"],
-                "ms",
-                row["dispatch_ms"],
-                row.get("classes_us"),
-            )
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    wait_for_turn(arguments.turn)
+    runner.make_cache = make_cache
+    engine.runner.reset_cache()
+    fill_cache(engine.runner)
+    for (name, case), side in sides.items():
+        if isinstance(side, Peer):
+            engine.runner._cache = None
+            side.prepare()
+        if arguments.tiny:  # steps in flight together starve one another of the few threads
+            side.run = functools.partial(_blocking, side.run)
+        profiled = not arguments.tiny and case.requests > 1 and name == "ours"
+        profiled = profiled and degree == 4 and sums == PEERS
+        row = measure(side, profiled=profiled)
+        row["dispatch_ms"] = dispatch_ms(side.run)
+        if isinstance(side, Peer):
+            side.caches = None
+        else:
+            row["dispatch_from_host_ms"] = dispatch_ms(side.run_from_host)
+        for long in ("kernels", "order"):
+            row.pop(long, None) if name.startswith("psum") else None
+        for each in ("ms", "dispatch_ms", "dispatch_from_host_ms"):
+            if each in row:
+                row[each] = round(row[each] / steps, 4)
+        row["tokens_a_second"] = round(case.tokens / row["ms"] * 1e3, 1)
+        rows[case.name][name] = row
+        figures = (row["ms"], "ms", row["dispatch_ms"], row.get("classes_us"))
+        note(degree, topology, sums, case.name, name, *figures)
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def dispatch_ms(side: Any) -> float:
+def dispatch_ms(run: Callable[[], Any]) -> float:
     """Until a step is handed over to idle cards, by the host's clock."""
     found = []
     for _ in range(7):
         started = time.perf_counter()
-        out = side.run()
+        out = run()
         found.append(1e3 * (time.perf_counter() - started))
         jax.block_until_ready(out)
     return round(statistics.median(found), 4)
@@ -222,7 +233,7 @@ def ratios(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for p in parts:
         for case, sides in p["rows"].items():
             ms = sides["ours"]["ms"]
-            row = {name: p[name] for name in ("degree", "topology", "sums")}
+            row = {name: p[name] for name in ("degree", "topology", "sums", "steps")}
             row |= {"case": case, "ms": ms}
             row["tokens_a_second"] = sides["ours"]["tokens_a_second"]
             for name in (f"psum {dtype}" for dtype in DTYPES):
@@ -241,11 +252,12 @@ def main() -> int:
     parser.add_argument("--degrees", default="4,2,1")
     parser.add_argument("--topologies", default="default,tp_invariant")
     parser.add_argument("--prefill", action="store_true", help="a prompt of 4,096 tokens too")
-    parser.add_argument("--also", default="", help="of unfused,gathered: sums at the first degree")
+    also = f"of {UNFUSED}, {GATHERED}, {STEPS}: further ways at the first degree"
+    parser.add_argument("--also", default="", help=also)
     parser.add_argument("--turn", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--round-seconds", type=float, default=0.35, help="a round of steps takes")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--lock", type=pathlib.Path, help="file that others measure under too")
+    parser.add_argument("--begin", type=pathlib.Path, help="compile, but wait for this file")
     arguments = parser.parse_args()
     if arguments.part:
         if arguments.tiny:
@@ -258,10 +270,11 @@ def main() -> int:
 
 
 def run_parts(arguments: argparse.Namespace) -> int:
-    """A process a part, all at once; then one file of what they found."""
+    """A process a part; then one file of what they found."""
     degrees = [int(degree) for degree in arguments.degrees.split(",")]
     topologies = arguments.topologies.split(",")
-    names = [f"{d}:{t}:{PEERS}" for t in topologies for d in degrees]
+    # Those of one degree stand together, so that they can measure side by side.
+    names = [f"{d}:{t}:{PEERS}" for d in degrees for t in topologies]
     also = [sums for sums in arguments.also.split(",") if sums]
     names[1:1] = [f"{degrees[0]}:{topologies[0]}:{sums}" for sums in also]
     words = [word for word in ("--tiny", "--prefill") if getattr(arguments, word[2:])]
@@ -269,34 +282,23 @@ def run_parts(arguments: argparse.Namespace) -> int:
     words += ["--round-seconds", str(arguments.round_seconds)]
     with tempfile.TemporaryDirectory() as folder:
         files = {name: pathlib.Path(folder) / f"{name.replace(':', '_')}.json" for name in names}
-        # The parts share the cards, so none may take a share of their memory at once.
-        command = [
-            "env",
-            "XLA_PYTHON_CLIENT_PREALLOCATE=false",
-            sys.executable,
-            __file__,
-            *words,
-            "--lock",
-            arguments.lock or f"{folder}/lock",
-        ]
-        running = {
-            name: subprocess.Popen(
-                [*command, "--part", name, "--json", file, "--turn", file.with_suffix(".turn")]
-            )
-            for name, file in files.items()
-        }
-        failed, parts = 0, []
-        while running:
-            files[next(iter(running))].with_suffix(".turn").touch()
-            time.sleep(0.1)
-            ended = [name for name, process in running.items() if process.poll() is not None]
-            failed += sum(running.pop(name).returncode != 0 for name in ended)
-            if ended:
-                parts = [json.loads(file.read_text()) for file in files.values() if file.exists()]
-                save(parts, arguments)
+        jobs = []
+        for place, (name, file) in enumerate(files.items()):
+            turn = file.with_suffix(".turn")
+            command = (sys.executable, __file__, *words, "--part", name)
+            command += ("--json", str(file), "--turn", str(turn))
+            cards = side_by_side(int(name.split(":")[0]), max(degrees), place)
+            jobs.append(Job(name=name, command=command, cards=cards, turn=turn))
+        parts: list[dict[str, Any]] = []
+
+        def ended(job: Job) -> None:
+            parts[:] = [json.loads(file.read_text()) for file in files.values() if file.exists()]
+            save(parts, arguments)
+
+        status = run_in_turns(jobs, ended=ended, begin=arguments.begin)
     for row in ratios(parts):
         print(row, flush=True)
-    return 1 if failed else 0
+    return 1 if any(status.values()) else 0
 
 
 def save(parts: list[dict[str, Any]], arguments: argparse.Namespace) -> None:

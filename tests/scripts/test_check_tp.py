@@ -49,6 +49,8 @@ def test_verdicts_and_the_exit_status():
 def test_wrong_arguments():
     done = run("check_tp.py", "--virtual", "2", "--degrees", "1,4")
     assert done.returncode == 2 and "there are 2 devices" in done.stderr
+    done = run("check_tp.py", "--parallel")
+    assert done.returncode == 2 and "--parallel needs --cards" in done.stderr
 
 
 @pytest.mark.slow
@@ -88,6 +90,18 @@ def test_four_ranks_show_all():
     done = run("check_tp.py", *options, "--tokens", "4", "--layers", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILED" not in done.stdout and "one digest at all degrees" in done.stdout
+
+
+@pytest.mark.slow
+def test_processes_that_take_turns_show_the_same(tmp_path):
+    out = tmp_path / "claims.json"
+    options = ("--virtual", "2", "--parallel", "--parts", "engine", "--quick", "--tokens", "4")
+    done = run("check_tp.py", *options, "--layers", "1", "--json", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert "FAILED" not in done.stdout and report["status"] == 0
+    assert len(report["digests"]) == 4 and len(set(report["digests"].values())) == 3
+    assert report["command"].startswith("python scripts/check_tp.py --virtual 2 --parallel")
 
 
 @pytest.mark.slow
