@@ -16,6 +16,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -50,11 +51,24 @@ from bi_jax.models.families.qwen3 import QWEN3_8B
 from bi_jax.pallas_kernels.primitive import REFERENCE
 from bi_jax.program_store import enable_program_store
 
-START = time.perf_counter()
 ROUNDS = 9  # of a decode step; single ones wander by two per cent
 ROUNDS_OF_LONG_STEPS = 5
 ROUND_SECONDS = 0.3
 SPARE_BYTES = 3 << 30  # that steps need besides caches and weights
+
+
+def process_age() -> float:
+    """Seconds since this process began, imports included; 0 where the system does not say."""
+    try:
+        fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        age = now - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        return 0.0
+    return age if 0 < age < 600 else 0.0
+
+
+START = time.perf_counter() - process_age()
 
 
 def note(*words: Any) -> None:
