@@ -41,7 +41,7 @@ from engine_peer import HEADS, make_caches, make_step, peer_params
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from run_header import run_header
+from run_header import command_line, run_header
 
 from bi_jax import Engine, row_products, runner
 from bi_jax.batch import TokenArrays
@@ -304,7 +304,7 @@ def run_parts(arguments: argparse.Namespace) -> int:
 def save(parts: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     if arguments.json and parts:
         # A part's header: whoever asks for the cards takes hold of them.
-        words = {"command": f"python scripts/bench_tp_engine.py {' '.join(sys.argv[1:])}"}
+        words = {"command": command_line(__file__)}
         rest = [{key: p[key] for key in p if key != "header"} for p in parts]
         report = {**parts[0]["header"], **words, "ratios": ratios(parts), "parts": rest}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

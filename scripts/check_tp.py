@@ -211,8 +211,9 @@ def _words(arguments: argparse.Namespace) -> list[str]:
 
 
 def own_words(head: dict[str, Any]) -> dict[str, Any]:
-    command = " ".join(["python", "scripts/check_tp.py", *sys.argv[1:]])
-    return {**head, "command": command} if head else {}
+    from run_header import command_line
+
+    return {**head, "command": command_line(__file__)} if head else {}
 
 
 def merged(found: list[Any]) -> tuple[list[Claim], dict[str, str]]:

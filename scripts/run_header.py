@@ -28,8 +28,14 @@ def run_header(script: str) -> dict[str, Any]:
         "versions": dict(library_versions(device.platform)),
         "driver": _asked("--query-gpu=driver_version", "--format=csv,noheader"),
         "topology": _asked("topo", "-m"),
-        "command": " ".join(["python", f"scripts/{Path(script).name}", *sys.argv[1:]]),
+        "command": command_line(script),
     }
+
+
+def command_line(script: str) -> str:
+    """The command of this run, files without their folders: where they lay is nobody's need."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return " ".join(["python", f"scripts/{Path(script).name}", *words])
 
 
 def _asked(*options: str) -> list[str]:
