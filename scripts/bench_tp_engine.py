@@ -175,18 +175,18 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
     }
     found["header"] = run_header(__file__)
     found["model"], found["ops"] = str(config), dict(engine.ops.description)
-    wait_for_turn(arguments.turn)
     runner.make_cache = make_cache
     engine.runner.reset_cache()
     fill_cache(engine.runner)
+    jax.block_until_ready(engine.runner._cache)
+    wait_for_turn(arguments.turn)
     for (name, case), side in sides.items():
         if isinstance(side, Peer):
             engine.runner._cache = None
             side.prepare()
         if arguments.tiny:  # steps in flight together starve one another of the few threads
             side.run = functools.partial(_blocking, side.run)
-        profiled = not arguments.tiny and case.requests > 1 and name == "ours"
-        profiled = profiled and degree == 4 and sums == PEERS
+        profiled = arguments.profile and case.requests > 1 and name == "ours"
         row = measure(side, profiled=profiled)
         row["dispatch_ms"] = dispatch_ms(side.run)
         if isinstance(side, Peer):
@@ -252,6 +252,7 @@ def main() -> int:
     parser.add_argument("--degrees", default="4,2,1")
     parser.add_argument("--topologies", default="default,tp_invariant")
     parser.add_argument("--prefill", action="store_true", help="a prompt of 4,096 tokens too")
+    parser.add_argument("--profile", action="store_true", help="where our time goes")
     also = f"of {UNFUSED}, {GATHERED}, {STEPS}: further ways at the first degree"
     parser.add_argument("--also", default="", help=also)
     parser.add_argument("--turn", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -276,8 +277,9 @@ def run_parts(arguments: argparse.Namespace) -> int:
     # Those of one degree stand together, so that they can measure side by side.
     names = [f"{d}:{t}:{PEERS}" for d in degrees for t in topologies]
     also = [sums for sums in arguments.also.split(",") if sums]
-    names[1:1] = [f"{degrees[0]}:{topologies[0]}:{sums}" for sums in also]
-    words = [word for word in ("--tiny", "--prefill") if getattr(arguments, word[2:])]
+    names += [f"{degrees[0]}:{topologies[0]}:{sums}" for sums in also]
+    switches = ("--tiny", "--prefill", "--profile")
+    words = [word for word in switches if getattr(arguments, word[2:])]
     words += ["--layers", str(arguments.layers)] if arguments.layers else []
     words += ["--round-seconds", str(arguments.round_seconds)]
     with tempfile.TemporaryDirectory() as folder:
