@@ -175,11 +175,11 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
     }
     found["header"] = run_header(__file__)
     found["model"], found["ops"] = str(config), dict(engine.ops.description)
+    wait_for_turn(arguments.turn)
+    # Not before: the caches of all parts would not fit beside one another.
     runner.make_cache = make_cache
     engine.runner.reset_cache()
     fill_cache(engine.runner)
-    jax.block_until_ready(engine.runner._cache)
-    wait_for_turn(arguments.turn)
     for (name, case), side in sides.items():
         if isinstance(side, Peer):
             engine.runner._cache = None
