@@ -7,7 +7,9 @@ import math
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from .schedule import BARRIER_BYTES, SMEM_ALIGNMENT, Schedule, cdiv, round_up
+from .schedule import SMEM_ALIGNMENT, Schedule, cdiv, round_up
+
+BARRIER_BYTES = 8  # of one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,19 +135,13 @@ def scratch_spec(p: Problem) -> dict:
     return spec
 
 
-def shared_memory_of(schedule: Schedule, sizes, parts: int, out_dtype) -> int:
-    """Bytes that one CTA allocates for a product of `sizes` (M, N, K); at most SMEM_BYTES fit."""
-    m, n, k = sizes
-    p = Problem(
-        m=round_up(m, 8),
-        n=n,
-        k=k,
-        parts=parts,
-        bias=False,
-        dtype=jnp.dtype(jnp.bfloat16),
-        out_dtype=jnp.dtype(out_dtype),
-        s=schedule,
-    )
-    refs = [ref for ref in scratch_spec(p).values() if hasattr(ref, "shape")]
-    buffers = (math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in refs)
-    return sum(round_up(size, SMEM_ALIGNMENT) for size in buffers) + BARRIER_BYTES
+def shared_memory_of(p: Problem) -> int:
+    """Bytes of shared memory that Mosaic asks for one CTA of a launch; SMEM_BYTES are there."""
+    total = 0
+    for ref in scratch_spec(p).values():
+        aval = ref.get_ref_aval()
+        if isinstance(ref, (plgpu.Barrier, plgpu.ClusterBarrier)):
+            total += BARRIER_BYTES * math.prod(aval.shape)
+        else:
+            total += round_up(math.prod(aval.shape) * aval.dtype.itemsize, SMEM_ALIGNMENT)
+    return total

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 SMEM_BYTES = 232448  # what one CTA may hold on sm90
 SMEM_ALIGNMENT = 1024
 SMS = 132  # of an H100 or H200
-BARRIER_BYTES = 1024  # room for barriers
+BARRIER_ROOM = 1024  # bytes; more than the barriers of any schedule take
 THREADS = 128  # of a warpgroup
 SM_REGISTERS = 65536
 
@@ -108,8 +108,8 @@ def fitted(s: Schedule, parts: int, out_itemsize: int = 2) -> Schedule:
     """`s` with as many pipeline stages as shared memory holds, at most 16."""
     step = (s.tile_m + parts * s.tile_n) * s.tile_k * 2
     block = s.part_m * 64 * out_itemsize if s.swap else 64 * 128
-    out = s.warpgroups * s.out_slots * block
-    stages = (SMEM_BYTES - BARRIER_BYTES - out) // step
+    other = s.warpgroups * (s.out_slots * block + 4 * s.part_m * s.parked)
+    stages = (SMEM_BYTES - BARRIER_ROOM - other) // step
     return dataclasses.replace(s, stages=min(stages, 16))
 
 
@@ -268,17 +268,20 @@ SEGMENTED: dict[int, tuple[tuple[int, Schedule], ...]] = {
     2: (
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
         (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (272, _swapped(136, 64, 1, stages=8)),
         (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
         (MANY, Schedule(tile_m=128, tile_n=192, warpgroups=2)),
     ),
     4: (
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
         (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (272, _swapped(136, 64, 1, stages=8)),
         (MANY, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
     ),
     8: (
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
         (256, Schedule(tile_m=64, tile_n=128, stages=8, out_slots=1, parked=96)),
+        (272, _swapped(72, 128, 2, stages=8)),
         (1024, Schedule(tile_m=128, tile_n=128, stages=5, warpgroups=2, out_slots=1, parked=96)),
         (MANY, Schedule(tile_m=128, tile_n=128, warpgroups=2, parked=128)),
     ),
@@ -304,7 +307,9 @@ def segmented_schedule_for(
         )
     live = segments.bit_length()  # the accumulator, and one sum for each level of the tree
     if rows > FEW_ROWS:
-        s = next(s for limit, s in SEGMENTED[segments] if rows <= limit)
+        # Swapped tiles are stored by whole row tiles of the weights.
+        fits = (s for limit, s in SEGMENTED[segments] if rows <= limit and not (s.swap and n % 64))
+        s = with_room(next(fits), 1, out_dtype)
     else:
         s = schedule_for(rows, n, k, out_dtype=out_dtype)
     if rows <= FEW_ROWS and live * s.part_m * s.part_n // THREADS > MOST_SUM_REGISTERS:

@@ -6,6 +6,7 @@ give the chip's bits, which tests/gpu/test_matmul_gpu.py compares on the device.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,9 +24,13 @@ from bi_jax.pallas_kernels.matmul.layout_hopper import shared_memory_of
 from bi_jax.pallas_kernels.matmul.op_hopper import matmul_hopper_op, swiglu_hopper_op
 from bi_jax.pallas_kernels.matmul.schedule import (
     FIXED,
+    MANY,
+    SEGMENTED,
     SMEM_BYTES,
+    TUNED,
     Schedule,
     fitted,
+    round_up,
     schedule_for,
     segmented_schedule_for,
     with_room,
@@ -227,9 +232,59 @@ def test_wider_results_take_stages_from_the_pipeline():
     assert with_room(s, 1, "float32").stages == 3
     for out_dtype in ("bfloat16", "float32"):
         full = fitted(s, 1, jnp.dtype(out_dtype).itemsize)
-        assert shared_memory_of(full, (264, 4096, 4096), 1, out_dtype) <= SMEM_BYTES
+        assert memory(full, 264, 4096, 1024, out_dtype=out_dtype) <= SMEM_BYTES
         more = dataclasses.replace(full, stages=full.stages + 1)
-        assert shared_memory_of(more, (264, 4096, 4096), 1, out_dtype) > SMEM_BYTES
+        asked = memory(more, 264, 4096, 1024, out_dtype=out_dtype)
+        # Lowering on a CPU knows the limit too, and names the bytes.
+        with pytest.raises(ValueError, match=f"smem_bytes={asked} > max_smem_bytes={SMEM_BYTES}"):
+            lowers(264, 4096, 1024, parts=1, out_dtype=out_dtype, schedule=more)
+        lowers(264, 4096, 1024, parts=1, out_dtype=out_dtype, schedule=full)
+
+
+def memory(s, rows, n, k, *, out_dtype, parts=1, bias=False, segments=1) -> int:
+    return shared_memory_of(
+        layout_hopper.Problem(
+            m=round_up(rows, 8),
+            n=n,
+            k=k,
+            parts=parts,
+            bias=bias,
+            dtype=jnp.dtype(jnp.bfloat16),
+            out_dtype=jnp.dtype(out_dtype),
+            s=s,
+            segments=segments,
+            stacked=segments > 1,
+        )
+    )
+
+
+# What nobody tuned: the widths that the rule tells apart, up to 64 columns a multiprocessor.
+UNTUNED = [
+    (n, k, parts)
+    for n in (8, 576, 1024, 2048, 2560, 4608, 5120, 8192, 14336, 49152, 128256)
+    for k in (64, 576, 1024, 2048, 5120)
+    for parts in (1, 2)
+]
+
+
+def test_whatever_the_op_picks_fits_shared_memory():
+    """Every row bucket of the tables and the rule, every kind of result, bias and segments."""
+    limits = {limit for table in (TUNED, SEGMENTED) for rows in table.values() for limit, _ in rows}
+    row_counts = sorted({1, 2, 4096} | {r for limit in limits - {MANY} for r in (limit, limit + 1)})
+    seen = set()
+    for n, k, parts in (*TUNED, *UNTUNED):
+        for rows, out in itertools.product(row_counts, ("bfloat16", "float32")):
+            new = functools.partial(memory, rows=rows, n=n, k=k, out_dtype=out)
+            s = schedule_for(rows, n, k, parts=parts, out_dtype=out)
+            seen.add((s, new(s, parts=parts, bias=parts == 1)))
+            for segments in SEGMENTED if parts == 1 else ():
+                if k % (64 * segments) == 0:
+                    s = segmented_schedule_for(rows, n, k, segments=segments, out_dtype=out)
+                    seen.add((s, new(s, bias=True, segments=segments)))
+    assert len(seen) > 150
+    assert [pair for pair in seen if pair[1] > SMEM_BYTES] == []
+    # Control: the check sees one stage more.
+    assert max(used for _, used in seen) > SMEM_BYTES - 4096
 
 
 def test_biases_and_float16_lower_for_sm90():
@@ -293,15 +348,13 @@ def test_the_segmented_product_is_one_launch(segments, out_dtype):
 
 
 @pytest.mark.parametrize(
-    ("segments", "rows"), [(2, 65), (4, 256), (8, 130), (8, 300), (8, 1 << 20)]
+    ("segments", "rows"), [(2, 65), (4, 256), (4, 264), (8, 130), (8, 264), (8, 300), (8, 1 << 20)]
 )
-def test_schedules_of_segments_fit_the_chip(segments, rows):
+def test_the_sums_of_segments_fit_the_registers(segments, rows):
     for out_dtype in ("bfloat16", "float32"):
         s = segmented_schedule_for(rows, 4096, 4096, segments=segments, out_dtype=out_dtype)
         waiting = segments.bit_length() * s.part_n - s.parked
         assert waiting * s.part_m // 128 <= 216
-        sizes = (rows, 4096, 4096)
-        assert layout_hopper.shared_memory_of(s, sizes, 1, out_dtype) <= SMEM_BYTES
 
 
 @pytest.mark.slow
