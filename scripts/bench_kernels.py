@@ -45,7 +45,7 @@ SWIGLU_SHAPES = {"llama_swiglu": (14336, 4096), "qwen_swiglu": (12288, 4096)}
 ROWS = (1, 2, 3, 4, 8, 16, 32, 33, 64, 100, 128, 256, 257, 512, 1000, 1024, 2048, 4096, 8192)
 SWIGLU_ROWS = (1, 8, 64, 256, 1024, 4096, 8192)
 ROTATED_BYTES = 250e6  # weights of one program, against an L2 of 50 to 60 MB
-PROOF = (264, 1024, 2048)  # rows, N, K of the proof of equal bits; last tiles of few rows
+PROOF = dict(m=264, n=1024, k=2048)  # of the proof of equal bits; last tiles of few rows
 
 
 def bucket(rows: int) -> int:
@@ -58,9 +58,10 @@ class Program:
     """One program to time or to compare: `launches` products of one kind.
 
     Attributes:
-      kind: "matmul", "swiglu", or a proof: "bits", "bits_swiglu", "control_reversed",
-        "control_split".
-      schedule: None for the peer.
+      kind: "matmul", "swiglu", "segments", or a proof: "bits", "bits_swiglu", "bits_segments",
+        "control_reversed", "control_split".
+      schedule: None for the peer; in segments, for separate products and a tree over them.
+      segments: of K, [segments, N, K / segments] weights.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class Program:
     k: int
     out: str
     schedule: object = None
+    segments: int = 1
 
     @property
     def parts(self) -> int:
@@ -84,8 +86,16 @@ class Program:
         wanted = np.ceil(ROTATED_BYTES / (2 * self.parts * self.n * self.k))
         return 1 if self.proof else int(np.clip(wanted, 2, 10))
 
+    @property
+    def group(self) -> str:
+        """What must agree in every bit has one name."""
+        if self.segments > 1:
+            return f"{self.segments} segments"
+        return "swiglu" if self.parts == 2 else "matmul"
+
     def operand_shapes(self):
-        w = (self.n, self.k) if self.parts == 1 else (2, self.n, self.k)
+        pieces, depth = self.parts * self.segments, self.k // self.segments
+        w = (self.n, depth) if pieces == 1 else (pieces, self.n, depth)
         return [((self.m, self.k), w)] * self.launches
 
     def product(self, x, w):
@@ -96,7 +106,9 @@ class Program:
             ours = functools.partial(dataclasses.replace(self, kind="bits").product)
             return ours(x[:, :half], w[:, :half]) + ours(x[:, half:], w[:, half:])
         if self.schedule is not None:
-            return _ours(x, w, self.out, self.schedule)
+            return _ours(x, w, self.out, self.schedule, self.segments)
+        if self.segments > 1:
+            return _separate(x, w, self.out)
         return _peer(x, w, self.out)
 
     def body(self, *operands):
@@ -110,12 +122,25 @@ class Program:
         return bytes(exporter(*args).serialize())
 
 
-def _ours(x, w, out, schedule):
+def _ours(x, w, out, schedule, segments=1):
     from bi_jax.pallas_kernels.matmul import kernel_hopper
 
-    if w.ndim == 3:
+    if w.ndim == 3 and segments == 1:
         return kernel_hopper.swiglu_matmul_hopper(x, w, out_dtype=out, schedule=schedule)
-    return kernel_hopper.matmul_hopper(x, w, out_dtype=out, schedule=schedule)
+    ours = kernel_hopper.matmul_hopper
+    return ours(x, w, out_dtype=out, schedule=schedule, segments=segments)
+
+
+def _separate(x, w, out):
+    """A float32 product for each segment, then the tree over them: two ops."""
+    from bi_jax.pallas_kernels.matmul.schedule import schedule_for
+    from bi_jax.pallas_kernels.merge import tree_sum
+    from bi_jax.pallas_kernels.primitive import HOPPER
+
+    schedule = schedule_for(x.shape[0], *w.shape[1:], out_dtype="float32")
+    columns = jnp.split(x, w.shape[0], axis=1)
+    parts = [_ours(a, b, "float32", schedule) for a, b in zip(columns, w, strict=True)]
+    return tree_sum(jnp.stack(parts), out_dtype=out, backend=HOPPER)
 
 
 def _peer(x, w, out):
@@ -147,18 +172,24 @@ def proof_programs(programs) -> list[Program]:
     """Every schedule among the programs, in float32 on one set of spread operands."""
     from bi_jax.pallas_kernels.matmul.schedule import with_room
 
-    m, n, k = PROOF
+    new = functools.partial(Program, shape="proof", out="float32", **PROOF)
     proofs = {}
-    for kind in ("matmul", "swiglu"):
-        new = functools.partial(Program, shape="proof", m=m, n=n, k=k, out="float32")
-        name = "bits" if kind == "matmul" else "bits_swiglu"
-        proofs[new(kind=name)] = None
-        found = [p.schedule for p in programs if p.kind == kind and p.schedule is not None]
-        for s in found:
-            proofs[new(kind=name, schedule=with_room(s, 1 + (kind == "swiglu"), "float32"))] = None
-        if kind == "matmul" and found:
+    groups: dict[str, list[Program]] = {}
+    for p in programs:
+        if p.schedule is not None:
+            groups.setdefault(p.group, []).append(p)
+    for group, members in groups.items():
+        parts, segments = members[0].parts, members[0].segments
+        kind = {"matmul": "bits", "swiglu": "bits_swiglu"}.get(group, "bits_segments")
+        proofs[new(kind=kind, segments=segments)] = None
+        for p in members:
+            schedule = with_room(p.schedule, parts, "float32")
+            proofs[new(kind=kind, schedule=schedule, segments=segments)] = None
+        if group == "matmul":
             for control in ("control_reversed", "control_split"):
-                proofs[new(kind=control, schedule=with_room(found[0], 1, "float32"))] = None
+                proofs[new(kind=control, schedule=with_room(members[0].schedule, 1, "float32"))] = (
+                    None
+                )
     return list(proofs)
 
 
@@ -185,21 +216,23 @@ def compare_bits(proofs) -> list[dict]:
     for program, compiled in proofs:
         x, w = operands(program)
         y = np.asarray(compiled(x, w)[0])
-        group = "swiglu" if program.parts == 2 else "matmul"
+        group = program.group
         if group not in exact:
-            exact[group] = _float64(x, w)
-        row = dict(kind=program.kind, schedule=to_json(program)["schedule"])
+            exact[group] = _float64(x, w, program)
+        row = {key: to_json(program)[key] for key in ("kind", "schedule", "segments")}
         norm = np.linalg.norm(exact[group])
         row["error"] = float(np.linalg.norm(y.astype(np.float64) - exact[group]) / norm)
-        if program.schedule is not None:
+        if program.schedule is not None or program.segments > 1:
             reference = first.setdefault(group, y)
             row["differing"] = int((reference.view(np.int32) != y.view(np.int32)).sum())
         rows.append(row)
     return rows
 
 
-def _float64(x, w):
+def _float64(x, w, program: Program):
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    if program.segments > 1:
+        w = np.concatenate(list(w), axis=1)
     if w.ndim == 2:
         return x @ w.T
     gate, up = x @ w[0].T, x @ w[1].T
@@ -376,17 +409,26 @@ def summary(rows, bits) -> None:
     )
 
 
+def write_report(path: pathlib.Path, result: dict, rows: list[dict]) -> None:
+    """A line for each row and each proof."""
+    lines, proofs = (",\n  ".join(map(json.dumps, part)) for part in (rows, result["bits"]))
+    head = json.dumps(result["header"])
+    path.write_text(f'{{"header": {head},\n"rows": [\n  {lines}],\n"bits": [\n  {proofs}]}}\n')
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("programs", type=pathlib.Path)
+    parser.add_argument("--json", type=pathlib.Path, required=True)
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds")
+    parser.add_argument("--note", type=pathlib.Path, help="file for the name of what runs now")
+    parser.add_argument("--any-peer", action="store_true", help="XLA may use its own kernels too")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=re.sub(r"\n\n.*", "", __doc__, flags=re.S))
     commands = parser.add_subparsers(dest="command", required=True)
-    lowering = commands.add_parser("lower", help="trace and lower every cell; needs no GPU")
-    add_lowering_options(lowering)
-    running = commands.add_parser("run", help="compile, time and compare; needs the chip")
-    running.add_argument("programs", type=pathlib.Path)
-    running.add_argument("--json", type=pathlib.Path, required=True)
-    running.add_argument("--budget", type=float, default=540.0, help="seconds")
-    running.add_argument("--note", type=pathlib.Path, help="file for the name of what runs now")
-    running.add_argument("--any-peer", action="store_true", help="XLA may use its own kernels too")
+    add_lowering_options(commands.add_parser("lower", help="trace and lower all; needs no GPU"))
+    add_run_options(commands.add_parser("run", help="compile, time and compare; needs the chip"))
     reporting = commands.add_parser("report", help="one row a cell from what `run` wrote")
     reporting.add_argument("raw", type=pathlib.Path, nargs="+", help="of one or several runs")
     reporting.add_argument("--json", type=pathlib.Path, required=True)
@@ -401,12 +443,7 @@ def main() -> None:
         result = results[0] | dict(bits=[row for r in results for row in r["bits"]])
         rows = fastest_cells(results)
         summary(rows, result["bits"])
-        lines = [json.dumps(row) for row in rows]
-        bits = [json.dumps(row) for row in result["bits"]]
-        header_line = json.dumps(result["header"])
-        rows, proofs = ",\n  ".join(lines), ",\n  ".join(bits)
-        text = f'{{"header": {header_line},\n"rows": [\n  {rows}],\n"bits": [\n  {proofs}]}}\n'
-        args.json.write_text(text)
+        write_report(args.json, result, rows)
 
 
 if __name__ == "__main__":

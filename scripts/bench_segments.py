@@ -1,173 +1,112 @@
-#!/usr/bin/env python3
 """Times products in segments of K: one launch against one accumulator, cuBLAS, separate products.
 
-    python scripts/bench_segments.py --json out.json            # on the chip
-    python scripts/bench_segments.py --lower                    # anywhere: only lowers the programs
+    python scripts/bench_segments.py lower programs/ [--workers 14] # anywhere
+    python scripts/bench_segments.py run programs/ --json raw.json  # on the chip
+    python scripts/bench_segments.py report raw.json --json out.json
 
 Ours is the op `segmented_matmul` of a whole model (8 segments, rounded) and of a rank of two or
-four (4 or 2 segments, float32 sums). Device times of the profiler, medians; every launch of a
-program has rows and weights of its own.
+four (4 or 2 segments, float32 sums). Programs, times and the proof of equal bits are those of
+bench_kernels.py.
 """
 
 import argparse
-import concurrent.futures
-import dataclasses
 import functools
 import json
-import os
 import pathlib
-import sys
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from device_timing import copy_bandwidth, device_times, header, operand
-from jax import lax
+import bench_kernels as bench
+from lower_programs import add_lowering_options, lower_command
 
-from bi_jax.pallas_kernels.matmul import matmul, segmented_matmul
-from bi_jax.pallas_kernels.merge import tree_sum
-from bi_jax.pallas_kernels.primitive import HOPPER
+from bi_jax.pallas_kernels.matmul.schedule import schedule_for, segmented_schedule_for
 
-N = 4096
-DEPTHS = {"out": 4096, "qwen_down": 12288, "llama_down": 14336}  # K of the whole model
-ROWS = (64, 128, 256, 264, 512, 1024, 4096, 8192)
-SEGMENTS = 8
-DEGREES = (1, 2, 4)
-ROTATED_BYTES = 250e6  # weights of one program, against an L2 of 50 to 60 MB
+NAMES = ("out", "qwen_down", "llama_down")
+ROWS = {
+    8: (64, 128, 256, 264, 512, 1024, 2048, 4096, 8192),
+    4: (256, 264, 8192),
+    2: (256, 264, 8192),
+}
+SEPARATE = ("qwen_down", 8), (256, 8192)  # (case, segments) and rows of the way without the kernel
 PEAK = 989e12
-CONTESTANTS = ("ours", "one accumulator", "cuBLAS", "separate")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """`launches` products of one contestant, each [rows, depth] x [N, depth]."""
-
-    contestant: str
-    case: str
-    rows: int
-    degree: int
-
-    @property
-    def segments(self) -> int:
-        return SEGMENTS // self.degree
-
-    @property
-    def depth(self) -> int:
-        return DEPTHS[self.case] // self.degree
-
-    @property
-    def out(self) -> str:
-        return "bfloat16" if self.degree == 1 else "float32"
-
-    @property
-    def launches(self) -> int:
-        return min(8, max(2, int(ROTATED_BYTES // (2 * N * self.depth))))
-
-    def operand_shapes(self) -> list[tuple[int, ...]]:
-        w = (N, self.depth)
-        if self.contestant in ("ours", "separate"):
-            w = (self.segments, N, self.depth // self.segments)
-        return [(self.rows, self.depth), w] * self.launches
-
-    def product(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        if self.contestant == "ours":
-            return segmented_matmul(x, w, backend=HOPPER, out_dtype=self.out)
-        if self.contestant == "one accumulator":
-            return matmul(x, w, backend=HOPPER, out_dtype=self.out)
-        if self.contestant == "separate":
-            columns = jnp.split(x, self.segments, axis=1)
-            new = functools.partial(matmul, backend=HOPPER, out_dtype="float32")
-            parts = [new(part, piece) for part, piece in zip(columns, w, strict=True)]
-            return tree_sum(jnp.stack(parts), out_dtype=self.out, backend=HOPPER)
-        dims = (((1,), (1,)), ((), ()))
-        return lax.dot_general(x, w, dims, preferred_element_type=jnp.dtype(self.out))
-
-    def lowered(self) -> Any:
-        def body(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            pairs = zip(operands[::2], operands[1::2], strict=True)
-            return tuple(self.product(x, w) for x, w in pairs)
-
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in self.operand_shapes()]
-        return jax.jit(body).trace(*shapes).lower(lowering_platforms=("cuda",))
-
-    def operands(self) -> list[jax.Array]:
-        return [operand(i, shape, False) for i, shape in enumerate(self.operand_shapes())]
-
-    def floor_us(self, bandwidth: float) -> float:
-        """The larger of the bytes over a copy's speed and the operations over the peak."""
-        width = jnp.dtype(self.out).itemsize
-        moved = 2 * self.depth * (N + self.rows) + width * self.rows * N
-        return 1e6 * max(moved / bandwidth, 2 * self.rows * N * self.depth / PEAK)
-
-
-def programs(only: list[int]) -> list[Program]:
-    found = []
-    for degree in DEGREES:
-        for case in DEPTHS:
-            for rows in ROWS if degree == 1 else (256, 8192):
-                for contestant in CONTESTANTS if rows in only else ():
-                    if degree > 1 and contestant == "cuBLAS":
-                        continue
-                    if contestant == "separate" and (
-                        rows not in (256, 8192) or case != "qwen_down"
-                    ):
-                        continue
-                    new = functools.partial(Program, case=case, rows=rows, degree=degree)
-                    found.append(new(contestant=contestant))
+def cell(name: str, segments: int, m: int) -> dict[str, bench.Program]:
+    """Who is timed: "ours", "one" accumulator, "cublas", "separate" products and a tree."""
+    n, whole = bench.SHAPES[name]
+    k, out = whole * segments // 8, "bfloat16" if segments == 8 else "float32"
+    new = functools.partial(bench.Program, shape=f"{name} {segments}", m=m, n=n, k=k, out=out)
+    several = functools.partial(new, kind="segments", segments=segments)
+    ours = segmented_schedule_for(m, n, k, segments=segments, out_dtype=out)
+    found = dict(ours=several(schedule=ours))
+    found["one"] = new(kind="matmul", schedule=schedule_for(m, n, k, out_dtype=out))
+    if segments == 8:
+        found["cublas"] = new(kind="matmul")
+    if (name, segments) == SEPARATE[0] and m in SEPARATE[1]:
+        found["separate"] = several()
     return found
 
 
-def row_of(ours: Program, us: dict[str, float], bandwidth: float) -> dict[str, Any]:
-    name = f"{ours.case}_{ours.segments}_segments"
-    row: dict[str, Any] = dict(op="segmented_matmul", case=name, rows=ours.rows, dtype="bfloat16")
-    row |= dict(out_dtype=ours.out, ours_us=round(us["ours"], 2))
-    row |= dict(peer="our own product of one segment", peer_us=round(us["one accumulator"], 2))
-    row["ratio"] = round(us["ours"] / us["one accumulator"], 4)
-    row["ceiling_fraction"] = round(ours.floor_us(bandwidth) / us["ours"], 4)
-    for contestant in ("cuBLAS", "separate"):
-        if contestant in us:
-            row[f"{contestant.lower()}_us"] = round(us[contestant], 2)
-    return row
+def cells() -> list[dict[str, bench.Program]]:
+    return [cell(name, s, m) for s, rows in ROWS.items() for name in NAMES for m in rows]
 
 
-def run(path: pathlib.Path, todo: list[Program]) -> None:
-    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-    # Lowering holds Python's lock; what is lowered compiles beside it.
-    futures = [pool.submit(program.lowered().compile) for program in todo]
-    bandwidth = copy_bandwidth()
-    head = header(bandwidth, sys.argv)
-    rows = []
-    cells: dict[Any, list[Any]] = {}
-    for program, future in zip(todo, futures, strict=True):
-        cell = dataclasses.replace(program, contestant="ours")
-        cells.setdefault(cell, []).append((program, future.result()))
-    for cell, members in cells.items():
-        runs = [(compiled, p.operands(), p.launches) for p, compiled in members]
-        for compiled, operands, _ in runs:
-            jax.block_until_ready(compiled(*operands))
-        times = device_times(runs)
-        us = {p.contestant: t for (p, _), t in zip(members, times, strict=True)}
-        rows.append(row_of(cell, us, bandwidth))
-        print(json.dumps(rows[-1]), flush=True)
-        lines = ",\n  ".join(json.dumps(row) for row in rows)
-        path.write_text(f'{{"header": {json.dumps(head)},\n"rows": [\n  {lines}]}}\n')
+def programs() -> list[bench.Program]:
+    timed = [program for members in cells() for program in members.values()]
+    return bench.proof_programs(timed) + timed
 
 
-def main() -> int:
+def floor_us(p: bench.Program, bandwidth: float) -> float:
+    """The larger of the bytes over a copy's speed and the operations over the peak."""
+    moved = 2 * p.k * (p.n + p.m) + (2 if p.out == "bfloat16" else 4) * p.m * p.n
+    return 1e6 * max(moved / bandwidth, 2 * p.m * p.n * p.k / PEAK)
+
+
+def row_of(members: dict[str, bench.Program], times: dict[Any, float], bandwidth: float) -> Any:
+    """A row of the report, or None where ours or its peer was not timed."""
+    us = {who: round(times[key_of(p)], 2) for who, p in members.items() if key_of(p) in times}
+    if not {"ours", "one"} <= us.keys():
+        return None
+    p = members["ours"]
+    name = f"{p.shape.split()[0]}_{p.segments}_segments"
+    row: dict[str, Any] = dict(op="segmented_matmul", case=name, rows=p.m, dtype="bfloat16")
+    row |= dict(out_dtype=p.out, ours_us=us["ours"], peer="our own product of one segment")
+    row |= dict(peer_us=us["one"], ratio=round(us["ours"] / us["one"], 4))
+    row["ceiling_fraction"] = round(floor_us(p, bandwidth) / us["ours"], 4)
+    return row | {f"{who}_us": us[who] for who in ("cublas", "separate") if who in us}
+
+
+def key_of(p: bench.Program) -> tuple:
+    return p.kind, p.shape, p.m, p.schedule is None
+
+
+def report(raw: pathlib.Path, path: pathlib.Path) -> None:
+    result = json.loads(raw.read_text())
+    times = {
+        (t["kind"], t["shape"], t["m"], t["schedule"] is None): t["us"] for t in result["times"]
+    }
+    bandwidth = result["header"]["copy_bandwidth_tb_s"] * 1e12
+    found = (row_of(members, times, bandwidth) for members in cells())
+    rows = [row for row in found if row]
+    print(*map(json.dumps, rows), sep="\n")
+    bench.write_report(path, dict(bits=[]) | result, rows)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--lower", action="store_true", help="lower every program, time nothing")
-    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS))
-    arguments = parser.parse_args()
-    todo = programs(arguments.rows)
-    if arguments.lower:
-        print(sum(program.lowered() is not None for program in todo), "programs lowered")
-    elif arguments.json is None:
-        parser.error("give --json FILE or --lower")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_lowering_options(commands.add_parser("lower", help="needs no GPU"))
+    bench.add_run_options(commands.add_parser("run", help="compile, time and compare"))
+    reporting = commands.add_parser("report", help="one row a cell from what `run` wrote")
+    reporting.add_argument("raw", type=pathlib.Path)
+    reporting.add_argument("--json", type=pathlib.Path, required=True)
+    args = parser.parse_args()
+    if args.command == "lower":
+        lower_command(args, __file__, programs())
+    elif args.command == "run":
+        bench.run(args)
     else:
-        run(arguments.json, todo)
-    return 0
+        report(args.raw, args.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

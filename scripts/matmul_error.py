@@ -3,8 +3,10 @@
     python scripts/matmul_error.py --json out.json
 
 Normal operands, bfloat16 in, bfloat16 or float32 out; |y - exact| / |exact| (norms) with exact in
-float64. `kernels` are the names of what XLA ran, so that a peer that splits K can be told; and
-`differing` counts the elements in which the peer's bits are not ours.
+float64. `kernels` are the names of what the peer ran, so that one that splits K can be told; and
+`differing` counts the elements in which the peer's bits are not ours. At one row XLA by itself
+multiplies and adds in a kernel of its own (`xla`), so there the pass that does it is turned off for
+the peer. `segments` are the errors of ours in 2, 4 and 8 segments of K.
 """
 
 import argparse
@@ -19,11 +21,14 @@ import jax
 import jax.numpy as jnp
 from device_timing import copy_bandwidth, header
 
-from bi_jax.pallas_kernels.matmul.schedule import schedule_for
+from bi_jax.pallas_kernels.matmul.kernel_hopper import matmul_hopper
+from bi_jax.pallas_kernels.matmul.schedule import schedule_for, segmented_schedule_for
 
-ROWS = (1024, 64, 4096, 1, 256)
+ROWS = (1, 64, 256, 1024, 4096)
 SIZES = ((28672, 4096), (4096, 12288), (4096, 4096), (4096, 14336), (151936, 4096))
 OUTS = ("float32", "bfloat16")
+SEGMENTS = (2, 4, 8)
+ONLY_CUBLAS = {"xla_disable_hlo_passes": "dot-strength-reduction"}
 
 
 @jax.jit
@@ -64,22 +69,39 @@ def kernel_names(call, *args) -> list[str]:
         ]
 
 
+def library(x, w, out: str, options: dict):
+    call = jax.jit(lambda x, w: bench._peer(x, w, out))
+    return call.lower(x, w).compile(compiler_options=options)
+
+
+def segment_errors(x, w, out: str, exact) -> dict[str, float]:
+    found = {}
+    for segments in SEGMENTS:
+        options: dict = dict(segments=segments, out_dtype=out)
+        schedule = segmented_schedule_for(x.shape[0], *w.shape, **options)
+        y = matmul_hopper(x, w, schedule=schedule, **options)
+        found[str(segments)] = error(y, exact)
+    return found
+
+
 def one_size(rows: int, n: int, k: int, options: dict) -> list[dict]:
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, k), (n, k))]
     x, w = jax.jit(lambda s: operand_pair.__wrapped__(s, *shapes))(rows + n + k)
     exact = exact_product(x, w)
     found = []
     for out in OUTS:
-        schedule = schedule_for(rows, n, k, out_dtype=out)
-        ours = bench._ours(x, w, out, schedule)
-        peer_call = jax.jit(lambda x, w, out=out: bench._peer(x, w, out))
-        peer_call = peer_call.lower(x, w).compile(compiler_options=options)
+        ours = matmul_hopper(x, w, out_dtype=out, schedule=schedule_for(rows, n, k, out_dtype=out))
+        peer_call = library(x, w, out, options | ONLY_CUBLAS)
         peer = peer_call(x, w)
         word = jnp.int16 if out == "bfloat16" else jnp.int32
         bits = [jax.lax.bitcast_convert_type(y, word) for y in (ours, peer)]
         row = dict(rows=rows, n=n, k=k, out=out, ours=error(ours, exact), peer=error(peer, exact))
         row |= dict(differing=int((bits[0] != bits[1]).sum()), elements=rows * n)
         row["ratio"] = row["ours"] / row["peer"]
+        if out == "float32":
+            row["segments"] = segment_errors(x, w, out, exact)
+        if rows == 1:
+            row["xla"] = error(library(x, w, out, options)(x, w), exact)
         try:
             row["kernels"] = kernel_names(peer_call, x, w)
         except Exception as failure:
@@ -92,10 +114,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=pathlib.Path, required=True)
     parser.add_argument("--budget", type=float, default=90.0, help="seconds")
+    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS))
     args = parser.parse_args()
     begin, options = time.time(), bench._cublas_only()
     report: dict = dict(header=header(copy_bandwidth(), sys.argv), rows=[])
-    for rows in ROWS:
+    for rows in args.rows:
         for n, k in SIZES:
             if time.time() - begin > args.budget or rows * n > 400e6:
                 continue

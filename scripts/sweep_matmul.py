@@ -20,12 +20,21 @@ import sys
 import time
 
 import bench_kernels as bench
+import bench_segments
 from lower_programs import add_lowering_options, lower_command
 
-from bi_jax.pallas_kernels.matmul.schedule import SMS, Schedule, cdiv, fitted, schedule_for
+from bi_jax.pallas_kernels.matmul.schedule import (
+    SMS,
+    Schedule,
+    cdiv,
+    fitted,
+    schedule_for,
+    segmented_schedule_for,
+)
 
 SILENCE = 25.0  # seconds that one program may take for its first run
-ROWS = (8, 16, 64, 128, 256, 257, 512, 1024, 4096, 8192)
+ROWS = (8, 16, 32, 64, 128, 256, 257, 512, 1024, 4096, 8192)
+SEGMENT_ROWS = (264, 4096)
 
 
 def swapped(tile_m: int, tile_n: int, warpgroups: int = 1, **fields) -> Schedule:
@@ -57,7 +66,9 @@ def few_rows(m: int, n: int, parts: int) -> list[Schedule]:
     """One read of the weights."""
     even = cdiv(cdiv(n * parts, SMS), 16 * parts) * 16
     widths = [even] if even * parts <= 64 else [64 // parts, 128 // parts]
-    found = [plain(64, w, tile_k=128, cluster_n=c) for w in widths for c in (1, 2)]
+    found = both(*(plain(64, w, tile_k=128, cluster_n=c) for w in widths for c in (1, 2)))
+    if even * parts <= 64:  # one block of results a CTA, and its slot may be a stage
+        found += both(*(plain(64, even, tile_k=k, out_slots=1) for k in (64, 128, 256)))
     if 64 < even * parts <= 256:
         found += [plain(64, even), plain(64, even, tile_k=128, out_slots=1)]
     found += [swapped(m, 64, tile_k=k) for k in (128, 256)]
@@ -113,6 +124,33 @@ def cells() -> dict[tuple[str, str, int], list[Schedule]]:
     return found
 
 
+def of_segments(m: int, segments: int) -> list[Schedule]:
+    """Beside the table's: what holds the sums of so many segments in registers."""
+    if 256 < m <= 272:
+        narrow = [swapped(136, 64)] if segments < 8 else [swapped(88, 64)]
+        return both(swapped(72, 128, 2), *narrow)
+    if m < 2048 or segments < 8:
+        return []
+    now = segmented_schedule_for(m, 4096, 4096, segments=segments)
+    others = (dict(inflight=0), dict(raster_width=4), dict(raster_width=16), dict(raster="n"))
+    return [dataclasses.replace(now, **fields) for fields in others]
+
+
+def segment_programs() -> list[bench.Program]:
+    """Down and out projections in segments, whole and of a rank of 2 and 4, and in one."""
+    programs = {}
+    for segments in bench_segments.ROWS:
+        for name in bench_segments.NAMES:
+            for m in SEGMENT_ROWS:
+                members = bench_segments.cell(name, segments, m)
+                programs |= dict.fromkeys(members[who] for who in ("ours", "one"))
+                ours = members["ours"]
+                for s in of_segments(m, segments):
+                    s = fitted(s, 1, 2 if ours.out == "bfloat16" else 4)
+                    programs[dataclasses.replace(ours, schedule=s)] = None
+    return list(programs)
+
+
 def sweep_programs() -> list[bench.Program]:
     """The table's schedules for every cell of the benchmark, the peer's, and candidates."""
     programs = dict.fromkeys(bench.bench_programs())
@@ -127,7 +165,7 @@ def sweep_programs() -> list[bench.Program]:
         for s in [current, *both(current), *schedules]:
             depth = fitted(s, parts, 4 if out == "float32" else 2)
             programs[new(m=rows, schedule=depth)] = None
-    found = list(programs)
+    found = list(programs) + segment_programs()
     return bench.proof_programs(found) + found
 
 
