@@ -2,14 +2,11 @@
 
 import dataclasses
 import functools
-import math
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from .schedule import SMEM_ALIGNMENT, Schedule, cdiv, round_up
-
-BARRIER_BYTES = 8  # of one
+from .schedule import Schedule, cdiv, round_up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,15 +130,3 @@ def scratch_spec(p: Problem) -> dict:
         spec["bias_smem"] = plgpu.SMEM((s.warpgroups, s.part_n), jnp.float32)
         spec["bias_loaded"] = plgpu.Barrier(num_barriers=s.warpgroups)
     return spec
-
-
-def shared_memory_of(p: Problem) -> int:
-    """Bytes of shared memory that Mosaic asks for one CTA of a launch; SMEM_BYTES are there."""
-    total = 0
-    for ref in scratch_spec(p).values():
-        aval = ref.get_ref_aval()
-        if isinstance(ref, (plgpu.Barrier, plgpu.ClusterBarrier)):
-            total += BARRIER_BYTES * math.prod(aval.shape)
-        else:
-            total += round_up(math.prod(aval.shape) * aval.dtype.itemsize, SMEM_ALIGNMENT)
-    return total

@@ -8,8 +8,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-SMEM_BYTES = 232448  # what one CTA may hold on sm90
-SMEM_ALIGNMENT = 1024
+from ..shared_memory import CTA_BYTES
+
 SMS = 132  # of an H100 or H200
 BARRIER_ROOM = 1024  # bytes; more than the barriers of any schedule take
 THREADS = 128  # of a warpgroup
@@ -109,7 +109,7 @@ def fitted(s: Schedule, parts: int, out_itemsize: int = 2) -> Schedule:
     step = (s.tile_m + parts * s.tile_n) * s.tile_k * 2
     block = s.part_m * 64 * out_itemsize if s.swap else 64 * 128
     other = s.warpgroups * (s.out_slots * block + 4 * s.part_m * s.parked)
-    stages = (SMEM_BYTES - BARRIER_ROOM - other) // step
+    stages = (CTA_BYTES - BARRIER_ROOM - other) // step
     return dataclasses.replace(s, stages=min(stages, 16))
 
 

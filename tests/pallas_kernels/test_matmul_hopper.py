@@ -14,19 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bi_jax.pallas_kernels import shared_memory
 from bi_jax.pallas_kernels.matmul import cases, kernel_hopper, layout_hopper, segmented_matmul
 from bi_jax.pallas_kernels.matmul.kernel_hopper import (
     matmul_hopper,
     pad_weights,
     swiglu_matmul_hopper,
 )
-from bi_jax.pallas_kernels.matmul.layout_hopper import shared_memory_of
 from bi_jax.pallas_kernels.matmul.op_hopper import matmul_hopper_op, swiglu_hopper_op
 from bi_jax.pallas_kernels.matmul.schedule import (
     FIXED,
     MANY,
     SEGMENTED,
-    SMEM_BYTES,
     TUNED,
     Schedule,
     fitted,
@@ -37,6 +36,7 @@ from bi_jax.pallas_kernels.matmul.schedule import (
 )
 from bi_jax.pallas_kernels.matmul.topology import MatmulTopology
 from bi_jax.pallas_kernels.primitive import HOPPER
+from bi_jax.pallas_kernels.shared_memory import CTA_BYTES
 
 NORMAL = Schedule(tile_m=64, tile_n=32, stages=3, ctas=3)
 SWAPPED = Schedule(tile_m=16, tile_n=64, stages=3, ctas=2, swap=True)
@@ -232,30 +232,29 @@ def test_wider_results_take_stages_from_the_pipeline():
     assert with_room(s, 1, "float32").stages == 3
     for out_dtype in ("bfloat16", "float32"):
         full = fitted(s, 1, jnp.dtype(out_dtype).itemsize)
-        assert memory(full, 264, 4096, 1024, out_dtype=out_dtype) <= SMEM_BYTES
+        assert memory(full, 264, 4096, 1024, out_dtype=out_dtype) <= CTA_BYTES
         more = dataclasses.replace(full, stages=full.stages + 1)
         asked = memory(more, 264, 4096, 1024, out_dtype=out_dtype)
         # Lowering on a CPU knows the limit too, and names the bytes.
-        with pytest.raises(ValueError, match=f"smem_bytes={asked} > max_smem_bytes={SMEM_BYTES}"):
+        with pytest.raises(ValueError, match=f"smem_bytes={asked} > max_smem_bytes={CTA_BYTES}"):
             lowers(264, 4096, 1024, parts=1, out_dtype=out_dtype, schedule=more)
         lowers(264, 4096, 1024, parts=1, out_dtype=out_dtype, schedule=full)
 
 
 def memory(s, rows, n, k, *, out_dtype, parts=1, bias=False, segments=1) -> int:
-    return shared_memory_of(
-        layout_hopper.Problem(
-            m=round_up(rows, 8),
-            n=n,
-            k=k,
-            parts=parts,
-            bias=bias,
-            dtype=jnp.dtype(jnp.bfloat16),
-            out_dtype=jnp.dtype(out_dtype),
-            s=s,
-            segments=segments,
-            stacked=segments > 1,
-        )
+    problem = layout_hopper.Problem(
+        m=round_up(rows, 8),
+        n=n,
+        k=k,
+        parts=parts,
+        bias=bias,
+        dtype=jnp.dtype(jnp.bfloat16),
+        out_dtype=jnp.dtype(out_dtype),
+        s=s,
+        segments=segments,
+        stacked=segments > 1,
     )
+    return shared_memory.bytes_of(layout_hopper.scratch_spec(problem).values())
 
 
 # What nobody tuned: the widths that the rule tells apart, up to 64 columns a multiprocessor.
@@ -271,20 +270,23 @@ def test_whatever_the_op_picks_fits_shared_memory():
     """Every row bucket of the tables and the rule, every kind of result, bias and segments."""
     limits = {limit for table in (TUNED, SEGMENTED) for rows in table.values() for limit, _ in rows}
     row_counts = sorted({1, 2, 4096} | {r for limit in limits - {MANY} for r in (limit, limit + 1)})
-    seen = set()
+    picked = {}
     for n, k, parts in (*TUNED, *UNTUNED):
         for rows, out in itertools.product(row_counts, ("bfloat16", "float32")):
-            new = functools.partial(memory, rows=rows, n=n, k=k, out_dtype=out)
             s = schedule_for(rows, n, k, parts=parts, out_dtype=out)
-            seen.add((s, new(s, parts=parts, bias=parts == 1)))
+            picked[s, parts, 1, out, n % 64] = n
             for segments in SEGMENTED if parts == 1 else ():
                 if k % (64 * segments) == 0:
                     s = segmented_schedule_for(rows, n, k, segments=segments, out_dtype=out)
-                    seen.add((s, new(s, bias=True, segments=segments)))
-    assert len(seen) > 150
-    assert [pair for pair in seen if pair[1] > SMEM_BYTES] == []
+                    picked[s, parts, segments, out, n % 64] = n
+    asked = {}
+    for (s, parts, segments, out, _), n in picked.items():
+        new = functools.partial(memory, s, 4096, n, 4096, out_dtype=out, parts=parts)
+        asked[s, segments, out] = new(segments=segments, bias=parts == 1)
+    assert len(asked) > 200
+    assert {key: used for key, used in asked.items() if used > CTA_BYTES} == {}
     # Control: the check sees one stage more.
-    assert max(used for _, used in seen) > SMEM_BYTES - 4096
+    assert max(asked.values()) > CTA_BYTES - 4096
 
 
 def test_biases_and_float16_lower_for_sm90():
