@@ -4,12 +4,14 @@
 
 Normal operands, bfloat16 in, bfloat16 or float32 out; |y - exact| / |exact| (norms) with exact in
 float64. `kernels` are the names of what the peer ran, so that one that splits K can be told; and
-`differing` counts the elements in which the peer's bits are not ours. At one row XLA by itself
-multiplies and adds in a kernel of its own (`xla`), so there the pass that does it is turned off for
-the peer. `segments` are the errors of ours in 2, 4 and 8 segments of K.
+`differing` counts the elements in which the peer's bits are not ours. At one row XLA multiplies and
+adds in a kernel of its own; `torch` says what cuBLAS does there, where PyTorch is installed.
+`segments` are the errors of ours in 2, 4 and 8 segments of K.
 """
 
 import argparse
+import concurrent.futures
+import functools
 import json
 import pathlib
 import sys
@@ -28,7 +30,11 @@ ROWS = (1, 64, 256, 1024, 4096)
 SIZES = ((28672, 4096), (4096, 12288), (4096, 4096), (4096, 14336), (151936, 4096))
 OUTS = ("float32", "bfloat16")
 SEGMENTS = (2, 4, 8)
-ONLY_CUBLAS = {"xla_disable_hlo_passes": "dot-strength-reduction"}
+
+try:
+    import torch  # nothing here depends on it
+except ImportError:
+    torch = None
 
 
 @jax.jit
@@ -69,41 +75,62 @@ def kernel_names(call, *args) -> list[str]:
         ]
 
 
-def library(x, w, out: str, options: dict):
-    call = jax.jit(lambda x, w: bench._peer(x, w, out))
-    return call.lower(x, w).compile(compiler_options=options)
+def through_torch(x, w, out: str):
+    """x w^T by PyTorch, which calls cuBLAS at every number of rows."""
+    a, b = (torch.from_dlpack(operand) for operand in (x, w))
+    y = torch.mm(a, b.T, out_dtype=getattr(torch, out))
+    torch.cuda.synchronize()
+    return jnp.asarray(jax.dlpack.from_dlpack(y))
 
 
-def segment_errors(x, w, out: str, exact) -> dict[str, float]:
-    found = {}
-    for segments in SEGMENTS:
-        options: dict = dict(segments=segments, out_dtype=out)
-        schedule = segmented_schedule_for(x.shape[0], *w.shape, **options)
-        y = matmul_hopper(x, w, schedule=schedule, **options)
-        found[str(segments)] = error(y, exact)
-    return found
+def differing(a, b) -> int:
+    word = jnp.int16 if a.dtype.itemsize == 2 else jnp.int32
+    a, b = (jax.lax.bitcast_convert_type(y, word) for y in (a, b))
+    return int((a != b).sum())
+
+
+def ours(out: str, segments: int, rows: int, n: int, k: int):
+    if segments == 1:
+        schedule = schedule_for(rows, n, k, out_dtype=out)
+    else:
+        schedule = segmented_schedule_for(rows, n, k, segments=segments, out_dtype=out)
+    return functools.partial(matmul_hopper, out_dtype=out, segments=segments, schedule=schedule)
+
+
+def compiled_calls(x, w, options: dict) -> dict:
+    """(who, out) -> a compiled product, all built side by side; segments go by their number."""
+    sizes = x.shape[0], *w.shape
+    calls = {("peer", out): functools.partial(bench._peer, out=out) for out in OUTS}
+    calls |= {(1, out): ours(out, 1, *sizes) for out in OUTS}
+    calls |= {(s, "float32"): ours("float32", s, *sizes) for s in SEGMENTS}
+
+    def build(item):
+        (who, _), call = item
+        lowered = jax.jit(call).lower(x, w)
+        return lowered.compile(compiler_options=options if who == "peer" else None)
+
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        return dict(zip(calls, pool.map(build, calls.items()), strict=True))
 
 
 def one_size(rows: int, n: int, k: int, options: dict) -> list[dict]:
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, k), (n, k))]
     x, w = jax.jit(lambda s: operand_pair.__wrapped__(s, *shapes))(rows + n + k)
     exact = exact_product(x, w)
+    calls = compiled_calls(x, w, options)
     found = []
     for out in OUTS:
-        ours = matmul_hopper(x, w, out_dtype=out, schedule=schedule_for(rows, n, k, out_dtype=out))
-        peer_call = library(x, w, out, options | ONLY_CUBLAS)
-        peer = peer_call(x, w)
-        word = jnp.int16 if out == "bfloat16" else jnp.int32
-        bits = [jax.lax.bitcast_convert_type(y, word) for y in (ours, peer)]
-        row = dict(rows=rows, n=n, k=k, out=out, ours=error(ours, exact), peer=error(peer, exact))
-        row |= dict(differing=int((bits[0] != bits[1]).sum()), elements=rows * n)
+        mine, peer = calls[1, out](x, w), calls["peer", out](x, w)
+        row = dict(rows=rows, n=n, k=k, out=out, ours=error(mine, exact), peer=error(peer, exact))
+        row |= dict(differing=differing(mine, peer), elements=rows * n)
         row["ratio"] = row["ours"] / row["peer"]
         if out == "float32":
-            row["segments"] = segment_errors(x, w, out, exact)
-        if rows == 1:
-            row["xla"] = error(library(x, w, out, options)(x, w), exact)
+            row["segments"] = {s: error(calls[s, out](x, w), exact) for s in SEGMENTS}
+        if rows == 1 and out == "float32" and torch is not None:
+            cublas = through_torch(x, w, out)
+            row["torch"] = dict(error=error(cublas, exact), differing=differing(mine, cublas))
         try:
-            row["kernels"] = kernel_names(peer_call, x, w)
+            row["kernels"] = kernel_names(calls["peer", out], x, w)
         except Exception as failure:
             row["kernels"] = [repr(failure)[:100]]
         found.append(row)

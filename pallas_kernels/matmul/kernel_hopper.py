@@ -61,6 +61,16 @@ def _tile_loop(p: Problem, tile, *, owner=0, owners: int = 1) -> None:
     lax.fori_loop(0, lax.div(_tiles_here(p) + (owners - 1) - owner, owners), step, None)
 
 
+def _load_rows(p: Problem, x_gmem, x_smem, k_loaded, m0, k_i) -> None:
+    """One step's rows of x."""
+    plgpu.copy_gmem_to_smem(
+        x_gmem.at[pl.ds(m0, p.x_rows), pl.ds(k_i * p.s.tile_k, p.s.tile_k)],
+        x_smem.at[pl.ds(0, p.x_rows)],
+        k_loaded,
+        collective_axes="cluster_n" if p.s.cluster_n > 1 else None,
+    )
+
+
 def _load_weights(p: Problem, w_gmem, w_smem, k_loaded, n0, k_i) -> None:
     """One step's weights; SwiGLU lays each warpgroup's gate rows above its up rows."""
     rows = p.s.tile_n // p.chunks
@@ -96,15 +106,13 @@ def _loader(p: Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) ->
             def _wait_for_room():
                 plgpu.barrier_wait(k_consumed.at[slot])
 
-            k0 = k_i * s.tile_k
             loaded = k_loaded.at[lax.rem(i, p.owners) * s.stages + slot]
-            plgpu.copy_gmem_to_smem(
-                x_gmem.at[pl.ds(m0, p.x_rows), pl.ds(k0, s.tile_k)],
-                x_smem.at[slot, pl.ds(0, p.x_rows)],
-                loaded,
-                collective_axes="cluster_n" if s.cluster_n > 1 else None,
-            )
-            _load_weights(p, w_gmem, w_smem.at[slot], loaded, n0, k_i)
+            loads = [
+                lambda: _load_rows(p, x_gmem, x_smem.at[slot], loaded, m0, k_i),
+                lambda: _load_weights(p, w_gmem, w_smem.at[slot], loaded, n0, k_i),
+            ]
+            for load in reversed(loads) if s.weights_first else loads:
+                load()
 
         lax.fori_loop(0, p.k_steps, load_step, None)
 

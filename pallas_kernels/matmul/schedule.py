@@ -38,6 +38,7 @@ class Schedule:
       out_slots: blocks of results that a warpgroup may have on their way to global memory.
       parked: columns of a warpgroup's part whose sum over the first half of the segments waits in
         shared memory; the other columns' waits in registers.
+      weights_first: a step asks for its weights before its rows of x.
       pass_empty: a warpgroup whose rows of a tile all lie beyond the last one passes it over.
     """
 
@@ -57,6 +58,7 @@ class Schedule:
     out_slots: int = 2
     pass_empty: bool = False
     parked: int = 0
+    weights_first: bool = False
 
     def __post_init__(self):
         for name in ("tile_m", "tile_n"):
@@ -153,7 +155,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
         (32, Schedule(tile_m=64, tile_n=48, tile_k=128, stages=7, cluster_n=2)),
         (64, Schedule(tile_m=64, tile_n=48, tile_k=128, stages=7)),
         (128, Schedule(tile_m=64, tile_n=96, tile_k=128, stages=5)),
-        (256, Schedule(tile_m=64, tile_n=192, stages=6)),
+        (256, Schedule(tile_m=64, tile_n=192, stages=6, weights_first=True)),
         (272, _swapped(136, 128, 2, stages=5)),
         (320, Schedule(tile_m=64, tile_n=240, stages=5)),
         (512, Schedule(tile_m=128, tile_n=192, warpgroups=2, split="turns")),
@@ -164,7 +166,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
         (32, Schedule(tile_m=32, tile_n=64, tile_k=128, stages=9, swap=True, split="n")),
         (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
-        (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (256, Schedule(tile_m=64, tile_n=128, stages=8, weights_first=True)),
         (272, _swapped(136, 64, 1, stages=8)),
         (320, Schedule(tile_m=64, tile_n=160, stages=7)),
         (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
@@ -186,7 +188,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
         (32, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8, cluster_n=2)),
         (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
-        (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (256, Schedule(tile_m=64, tile_n=128, stages=8, weights_first=True)),
         (272, _swapped(136, 64, 1, stages=8)),
         (320, Schedule(tile_m=64, tile_n=160, stages=7)),
         (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2, split="turns")),
@@ -208,7 +210,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
         (32, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8, cluster_n=2)),
         (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
-        (256, Schedule(tile_m=64, tile_n=128, stages=8)),
+        (256, Schedule(tile_m=64, tile_n=128, stages=8, weights_first=True)),
         (272, _swapped(136, 64, 1, stages=8)),
         (320, Schedule(tile_m=64, tile_n=160, stages=7)),
         (512, Schedule(tile_m=128, tile_n=128, stages=6, warpgroups=2)),
@@ -227,7 +229,8 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
     ),
     (14336, 4096, 2): (
         (64, Schedule(tile_m=64, tile_n=64, tile_k=128, cluster_n=2)),
-        (256, Schedule(tile_m=128, tile_n=112, warpgroups=2)),
+        (128, Schedule(tile_m=128, tile_n=112, warpgroups=2)),
+        (256, Schedule(tile_m=128, tile_n=112, warpgroups=2, inflight=0, weights_first=True)),
         (272, _swapped(136, 128, 2, stages=3, inflight=0)),
         (512, Schedule(tile_m=128, tile_n=96, warpgroups=2, split="turns")),
         (1024, Schedule(tile_m=128, tile_n=128, warpgroups=2)),
@@ -283,7 +286,7 @@ SEGMENTED: dict[int, tuple[tuple[int, Schedule], ...]] = {
         (256, Schedule(tile_m=64, tile_n=128, stages=8, out_slots=1, parked=96)),
         (272, _swapped(72, 128, 2, stages=8)),
         (1024, Schedule(tile_m=128, tile_n=128, stages=5, warpgroups=2, out_slots=1, parked=96)),
-        (MANY, Schedule(tile_m=128, tile_n=128, warpgroups=2, parked=128)),
+        (MANY, Schedule(tile_m=128, tile_n=128, warpgroups=2, inflight=0, parked=128)),
     ),
 }
 

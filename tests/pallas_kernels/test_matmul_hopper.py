@@ -82,7 +82,7 @@ def expected(x, w, bias=None):
         (TWO_WARPGROUPS, 200, 128, {"dtype": jnp.float16}),
         # The last tile leaves a warpgroup without rows.
         (dataclasses.replace(TWO_WARPGROUPS, pass_empty=True), 136, 128, {}),
-        (SPLIT_N, 8, 128, {"parts": 2}),
+        (dataclasses.replace(SPLIT_N, weights_first=True), 8, 128, {"parts": 2}),
         (CLUSTERED, 72, 256, {}),
     ],
 )
