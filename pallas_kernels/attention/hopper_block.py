@@ -17,6 +17,7 @@ from .hopper_math import (
     sum_rows,
 )
 from .hopper_problem import I32, Cta
+from .hopper_product import IN_FLIGHT, awaited, start_product
 from .schedule import WARPGROUP_ROWS
 
 
@@ -32,27 +33,19 @@ def pass_turn(wg, cta: Cta):
         plgpu.barrier_arrive(cta.memory.turn.at[1 - wg])
 
 
-def score_accumulator(cta: Cta):
-    return plgpu.ACC((WARPGROUP_ROWS, cta.problem.kv_block), jnp.float32)
-
-
-def issue_scores(s_ref, slot, wg, cta: Cta):
-    """Starts s += q k^T for the block in `slot`."""
+def start_scores(slot, wg, cta: Cta):
+    """Starts s = q k^T, [64, kv_block], for the block in `slot`; see `awaited`."""
     mem = cta.memory
     plgpu.barrier_wait(mem.k_loaded.at[slot])
-    plgpu.wgmma(s_ref, mem.q_smem.at[wg], mem.k_smem.at[slot].transpose((1, 0)))
+    return start_product(mem.q_smem.at[wg], mem.k_smem.at[slot], interpret=cta.interpret)
 
 
 def first_scores(slot, wg, cta: Cta):
     """s = q k^T float32[64, kv_block] of an item's first block."""
-
-    def score(s_ref):
-        issue_scores(s_ref, slot, wg, cta)
-        pass_turn(wg, cta)
-        return s_ref[...]
-
     await_turn(wg, cta)
-    s = pl.run_scoped(score, score_accumulator(cta))
+    s = start_scores(slot, wg, cta)
+    pass_turn(wg, cta)
+    s = awaited(s, interpret=cta.interpret)
     plgpu.barrier_arrive(cta.memory.k_consumed.at[slot])
     return s
 
@@ -166,14 +159,14 @@ def accumulate_and_score(acc, p, slot, next_slot, wg, cta: Cta):
     def issue(refs):
         acc_ref, s_ref = refs
         plgpu.wgmma(acc_ref, p, mem.v_smem.at[slot])
-        issue_scores(s_ref, next_slot, wg, cta)
+        s_ref[...] = start_scores(next_slot, wg, cta)
         pass_turn(wg, cta)
 
     plgpu.barrier_wait(mem.v_loaded.at[slot])
     await_turn(wg, cta)
     empty = jnp.zeros((WARPGROUP_ROWS, cta.problem.kv_block), jnp.float32)
-    refs = plgpu.ACC.init(acc), plgpu.ACC.init(plgpu.layout_cast(empty, TILE))
-    acc, s = pl.run_state(issue)(refs)
+    acc, s = pl.run_state(issue)((plgpu.ACC.init(acc), plgpu.layout_cast(empty, IN_FLIGHT)))
+    s = awaited(s, interpret=None)
     plgpu.barrier_arrive(mem.v_consumed.at[slot])
     plgpu.barrier_arrive(mem.k_consumed.at[next_slot])
     return acc, s
@@ -185,12 +178,9 @@ def softmax_under_scores(s, state, next_slot, wg, cta: Cta):
     Returns (p, state, next scores).
     """
 
-    def overlap(s_ref):
-        issue_scores(s_ref, next_slot, wg, cta)
-        p, new_state = softmax_step(s, state, cta)
-        return p, new_state, s_ref[...]
-
-    p, new_state, scores = pl.run_scoped(overlap, score_accumulator(cta))
+    scores = start_scores(next_slot, wg, cta)
+    p, new_state = softmax_step(s, state, cta)
+    scores = awaited(scores, interpret=cta.interpret)
     plgpu.barrier_arrive(cta.memory.k_consumed.at[next_slot])
     return p, new_state, scores
 
