@@ -17,8 +17,9 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from .hopper_math import TILE
 
 IN_FLIGHT = plgpu.Layout._WGMMA_ACC_32BIT
-STEP = 16  # columns of queries and keys a step
-SWIZZLE = 128
+SWIZZLE = 128  # bytes: a group of columns of queries and keys
+GROUP = SWIZZLE // 2
+STEP = 16  # columns of an instruction
 
 
 def start_product(q_ref, k_ref, *, interpret: object):
@@ -39,24 +40,18 @@ def start_product(q_ref, k_ref, *, interpret: object):
 
     @plgpu.inline_mgpu(arg_types=(operand, operand), return_type=result)
     def start(_, q, k):
-        i64 = ir.IntegerType.get_signless(64)
-        group = SWIZZLE // 2
-        (a, (_, a_step)), (_, a_group), _ = _descriptor(q, (rows, group), rhs=False)
-        k = mgpu.memref_transpose(k, (1, 0, 3, 2))
-        (b, (_, b_step)), (_, b_group), _ = _descriptor(k, (group, columns), rhs=True)
+        shape, element = ir.MemRefType(q.type).shape, ir.MemRefType(q.type).element_type
+        keys = mgpu.memref_transpose(k, (1, 0, 3, 2))
+        places = (
+            _places(q, (rows, GROUP), rhs=False),
+            _places(keys, (GROUP, columns), rhs=True),
+        )
         nvvm.wgmma_fence_aligned()
         registers = []
-        for n in range(ir.MemRefType(q.type).shape[1]):
-            for i in range(group // STEP):
-                at = [
-                    llvm.add(
-                        base,
-                        arith.constant(i64, mma_utils.encode_addr(n * each + i * step)),
-                        overflow_flags=llvm.IntegerOverflowFlags.none,
-                    )
-                    for base, each, step in ((a, a_group, a_step), (b, b_group, b_step))
-                ]
-                registers = _step(registers, *at, columns, ir.MemRefType(q.type).element_type)
+        for group in range(shape[1]):
+            for step in range(GROUP // STEP):
+                at = [place(group, step) for place in places]
+                registers = _step(registers, *at, columns, element)
         _effect("wgmma.commit_group.sync.aligned;")
         layout = IN_FLIGHT.to_mgpu()
         held = np.array(registers, dtype=object).reshape(layout.registers_shape(result.shape))
@@ -65,31 +60,46 @@ def start_product(q_ref, k_ref, *, interpret: object):
     return start(q_ref, k_ref)
 
 
-def _descriptor(ref, group, *, rhs: bool):
-    base, groups, fastest = mma_utils.create_descriptor(
-        ref, swizzle=SWIZZLE, large_tile=(64, 64), group_size=group, logical_k_major=rhs
+def _places(ref, group_size: tuple[int, int], *, rhs: bool):
+    """Where a step of a group of columns finds its operand: (group, step) -> descriptor."""
+    (base, (_, (a_step,))), (_, a_group), _ = mma_utils.create_descriptor(
+        ref,
+        swizzle=SWIZZLE,
+        large_tile=(GROUP, GROUP),
+        group_size=group_size,
+        logical_k_major=rhs,
     )
-    (value, (_, strides)) = base
-    return (value, (None, strides[0])), groups, fastest
+
+    def place(group: int, step: int):
+        i64 = ir.IntegerType.get_signless(64)
+        offset = mma_utils.encode_addr(group * a_group + step * a_step)
+        flags = llvm.IntegerOverflowFlags.none
+        return llvm.add(base, arith.constant(i64, offset), overflow_flags=flags)
+
+    return place
 
 
-def _step(registers, a, b, columns: int, element):
-    f32, count = ir.VectorType.get((1,), ir.F32Type.get()), columns // 2
-    first = not registers
-    inputs = [] if first else list(registers)
-    constraints = ["=f"] * count + [str(i) for i in range(len(inputs))] + ["l", "l"]
+def _step(registers: list, q, k, columns: int, element) -> list:
+    """One wgmma instruction; it overwrites its accumulator where there are no registers yet."""
+    count = columns // 2
+    value = ir.VectorType.get((1,), ir.F32Type.get())
+    constraints = ["=f"] * count + [str(i) for i in range(len(registers))] + ["l", "l"]
     accumulator = ",".join(f"${i}" for i in range(count))
-    at = count + len(inputs)
+    at = count + len(registers)
     text = (
-        f"{{ .reg .pred p; setp.ne.b32 p, {int(not first)}, 0; "
+        f"{{ .reg .pred p; setp.ne.b32 p, {int(bool(registers))}, 0; "
         f"wgmma.mma_async.sync.aligned.m64n{columns}k{STEP}.f32.{element}.{element} "
         f"{{{accumulator}}}, ${at}, ${at + 1}, p, 1, 1, 0, 0; }}"
     )
-    struct = llvm.StructType.get_literal([f32] * count)
     out = llvm.inline_asm(
-        struct, [*inputs, a, b], text, ",".join(constraints), asm_dialect=0, has_side_effects=True
+        llvm.StructType.get_literal([value] * count),
+        [*registers, q, k],
+        text,
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
     )
-    return [llvm.extractvalue(f32, out, [i]) for i in range(count)]
+    return [llvm.extractvalue(value, out, [i]) for i in range(count)]
 
 
 def awaited(product, *, interpret: object):
