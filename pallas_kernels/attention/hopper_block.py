@@ -1,7 +1,5 @@
 """One KV block of the Hopper attention kernel: the arithmetic that every query row goes through."""
 
-import functools
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -93,18 +91,35 @@ def mask_scores(s, block, position, cta: Cta):
 def softmax_step(s, state, cta: Cta):
     """The online softmax of one block: (p in the value dtype, (rescaled acc, m, l))."""
     acc, m, total = state
-    problem, s = cta.problem, own_rows(s, cta)
-    c, fma = problem.log2_scale, functools.partial(fused_multiply_add, interpret=problem.interpret)
-    new_m = jnp.maximum(m, s.max(axis=1) * c)
-    alpha = jnp.exp2(m - new_m)
-    least = rows_to_tile(-new_m, problem.kv_block, layout=cta.tile)
-    e = jnp.exp2(fma(s, c, least, layout=cta.tile))
-    acc = scale_rows(acc, alpha, cta)
-    p = e.astype(problem.dtype)
-    row_sum = sum_rows(e, half=cta.schedule.half_rows, interpret=problem.interpret)
-    total = fma(total, alpha, row_sum, layout=cta.row)
+    s = own_rows(s, cta)
+    new_m = raise_maximum(m, s, cta)
+    p, alpha, row_sum = exponentials(s, m, new_m, cta)
+    acc, total = scale_rows(acc, alpha, cta), add_to_total(total, alpha, row_sum, cta)
     acc, total, new_m, p = lax.optimization_barrier((acc, total, new_m, p))
     return p, (acc, new_m, total)
+
+
+def raise_maximum(m, s, cta: Cta):
+    """The running maximum float32[rows] of the scaled scores, after the block of scores s."""
+    return jnp.maximum(m, s.max(axis=1) * cta.problem.log2_scale)
+
+
+def exponentials(s, m, new_m, cta: Cta):
+    """(p in the value dtype, the factor of what was summed before, the sum of the block's e)."""
+    problem = cta.problem
+    alpha = jnp.exp2(m - new_m)
+    least = rows_to_tile(-new_m, problem.kv_block, layout=cta.tile)
+    exponents = fused_multiply_add(
+        s, problem.log2_scale, least, layout=cta.tile, interpret=cta.interpret
+    )
+    e = jnp.exp2(exponents)
+    row_sum = sum_rows(e, half=cta.schedule.half_rows, interpret=cta.interpret)
+    return e.astype(problem.dtype), alpha, row_sum
+
+
+def add_to_total(total, alpha, row_sum, cta: Cta):
+    """l float32[rows] after a block."""
+    return fused_multiply_add(total, alpha, row_sum, layout=cta.row, interpret=cta.interpret)
 
 
 def zero_values_behind(context, block, slot, wg, cta: Cta):
@@ -137,7 +152,8 @@ def accumulate(acc, p, slot, wg, cta: Cta, *, zero_tail_of=None):
     if zero_tail_of is not None:
         zero_values_behind(*zero_tail_of, slot, wg, cta)
     if cta.problem.interpret:
-        acc = acc + _interpreted_product(p, mem.v_smem.at[slot], mem.p_smem.at[wg])
+        mem.p_smem[wg] = p
+        acc = acc + interpreted_product(mem.p_smem.at[wg], mem.v_smem.at[slot])
         pass_turn(wg, cta)
     else:
 
@@ -185,12 +201,11 @@ def softmax_under_scores(s, state, next_slot, wg, cta: Cta):
     return p, new_state, scores
 
 
-def _interpreted_product(p, v_ref, p_smem) -> jax.Array:
+def interpreted_product(p_ref, v_ref) -> jax.Array:
     """p v; the interpret mode has neither run_state nor an operand in registers."""
-    p_smem[...] = p
 
     def product(acc_ref):
-        plgpu.wgmma(acc_ref, p_smem, v_ref)
+        plgpu.wgmma(acc_ref, p_ref, v_ref)
         return acc_ref[...]
 
-    return pl.run_scoped(product, plgpu.ACC((p.shape[0], v_ref.shape[1]), jnp.float32))
+    return pl.run_scoped(product, plgpu.ACC((p_ref.shape[0], v_ref.shape[1]), jnp.float32))

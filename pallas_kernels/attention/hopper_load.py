@@ -16,10 +16,10 @@ def load_items(refs, cta: Cta):
     page table [B, Mp]), all in global memory.
     """
     q_gmem, k_gmem, v_gmem, tiles_gmem, count_gmem, pages_gmem = refs
+    table = tiles_gmem, count_gmem
     mem, stages = cta.memory, cta.schedule.stages
 
-    def load_item(turn, step):
-        item = read_item(tiles_gmem, turn, cta)
+    def load_item(turn, item, step):
         lo, hi = block_range(item, cta.problem)
 
         def load_block(block, step):
@@ -56,8 +56,22 @@ def load_items(refs, cta: Cta):
         load_queries(q_gmem, item, cta)
         return lax.fori_loop(rest, hi, load_block, step)
 
-    rounds = count_rounds(count_gmem, cta)
-    steps = lax.fori_loop(I32(0), rounds, load_item, I32(0))
+    def read_and_load(turn, step):
+        return load_item(turn, read_item(table, turn, cta), step)
+
+    def load_and_read_ahead(turn, carry):
+        item, step = carry
+        following = read_item(table, turn + 1, cta)
+        return following, load_item(turn, item, step)
+
+    if cta.schedule.consumers == 1 and cta.schedule.order == "tiles":
+        # The first item is under way before it is known that there is one.
+        carry = read_item(table, I32(0), cta), I32(0)
+        rounds = count_rounds(table, cta)
+        _, steps = lax.fori_loop(I32(0), rounds, load_and_read_ahead, carry)
+    else:
+        rounds = count_rounds(table, cta)
+        steps = lax.fori_loop(I32(0), rounds, read_and_load, I32(0))
 
     @pl.loop(I32(0), jnp.minimum(steps, stages))
     def _drain(slot):  # every completed phase is seen before the barriers go

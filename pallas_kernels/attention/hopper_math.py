@@ -135,8 +135,28 @@ def both_halves(x, *, interpret: object):
     return repeat(x)
 
 
+def store_swizzled(ref, x, *, line: int, interpret: object):
+    """Stores [64, n] in TILE to shared memory in tiles of 8 rows of `line` 16-bit columns.
+
+    Unlike Pallas' own stores it does not let the warpgroup meet before and after.
+    """
+    if interpret:
+        ref[...] = x
+        return
+    tiles = plgpu.RefType((plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(2 * line)))
+
+    @plgpu.inline_mgpu(arg_types=(tiles, TILE))
+    def store(_, ref, x):
+        x.store_tiled(ref, swizzle=2 * line)
+
+    store(ref, x)
+
+
 def store_plain(ref, x, *, layout=TILE, interpret: object):
-    """Stores a tile in registers to a shared-memory ref with plain rows, bank conflicts and all."""
+    """Stores registers to a shared-memory ref with plain rows, bank conflicts and all.
+
+    Unlike Pallas' own stores it does not let the warpgroup meet before and after.
+    """
     if interpret:
         ref[...] = x
         return

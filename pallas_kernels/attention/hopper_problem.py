@@ -90,6 +90,11 @@ class Cta:
         """Value columns that this CTA accumulates."""
         return self.problem.head_dim // self.schedule.columns
 
+    @property
+    def line(self) -> int:
+        """Columns of a line of the values in shared memory, and of p, which meets them there."""
+        return min(self.columns, 64)
+
     def row_of(self, head: int, token):
         """Row, of those the softmax is done for, of a query head's token."""
         stride = self.problem.tokens
@@ -107,8 +112,7 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     wgs, stages, dim = schedule.consumers, schedule.stages, problem.head_dim
     rows, block, dtype = WARPGROUP_ROWS, problem.kv_block, problem.dtype
     cta = Cta(problem, schedule, types.SimpleNamespace())
-    line = min(cta.columns, 64)
-    values = (plgpu.TilingTransform((8, line)), plgpu.SwizzleTransform(2 * line))
+    values = (plgpu.TilingTransform((8, cta.line)), plgpu.SwizzleTransform(2 * cta.line))
     scratch = dict(
         q_smem=plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled),
         k_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
@@ -118,7 +122,7 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         ),  # plain rows, for single tokens
         lse_smem=plgpu.SMEM((wgs, cta.rows), jnp.float32),
         q_loaded=plgpu.Barrier(num_arrivals=problem.group, num_barriers=wgs),
-        q_consumed=plgpu.Barrier(num_arrivals=wgs),
+        q_consumed=plgpu.Barrier(num_arrivals=2 if schedule.overlap == "blocks" else wgs),
         k_loaded=plgpu.Barrier(num_arrivals=problem.copies_a_block, num_barriers=stages),
         v_loaded=plgpu.Barrier(num_arrivals=problem.copies_a_block, num_barriers=stages),
         k_consumed=plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
@@ -128,7 +132,19 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     )
     if wgs > 1 and problem.stores_tiles:  # decode has only partial tiles
         scratch["o_tile_smem"] = plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled)
-    if problem.interpret:
+    if schedule.overlap == "blocks":
+        vector = plgpu.SMEM((2, cta.rows), jnp.float32)
+        scratch |= dict(
+            p_smem=plgpu.SMEM((2, rows, block), dtype, transforms=values),
+            m_smem=vector,  # from one softmax to the next
+            top_smem=vector,
+            alpha_smem=vector,
+            sum_smem=vector,
+            m_ready=plgpu.Barrier(num_barriers=2),  # for warpgroup 0, for warpgroup 1
+            p_ready=plgpu.Barrier(num_barriers=2),
+            p_consumed=plgpu.Barrier(num_barriers=2),
+        )
+    elif problem.interpret:
         scratch["p_smem"] = plgpu.SMEM((wgs, rows, block), dtype)
     return scratch
 
@@ -141,6 +157,7 @@ def shared_bytes(problem: Problem, schedule: Schedule) -> int:
     return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Item:
     """One (tile, KV head) of the work list, as traced scalars; see `hopper_work.make_tiles`.
@@ -161,20 +178,31 @@ class Item:
     split: jax.Array
 
 
-def read_item(tiles_gmem, turn, cta: Cta) -> Item:
-    """This CTA's item of round `turn`; odd rounds run backwards to even out a falling list."""
+def read_item(table, turn, cta: Cta) -> Item:
+    """This CTA's item of round `turn`; odd rounds run backwards to even out a falling list.
+
+    table = (tiles [N, 8], count [1]) in global memory. Behind the CTA's last round any item comes.
+    """
+    tiles_gmem, count_gmem = table
     index = turn * cta.schedule.ctas + _place(turn, cta.schedule.ctas)
     heads, columns = I32(cta.problem.kv_heads), I32(cta.schedule.columns)
     part, index = lax.rem(index, columns), lax.div(index, columns)
-    tile = lax.div(index, heads)
+    if cta.schedule.order == "heads":
+        count = count_gmem[0]
+        head, tile = lax.div(index, count), lax.rem(index, count)
+        # Every other head's tiles come shortest first, so that neighbours in the list are alike.
+        tile = jnp.where(lax.rem(heads - head, I32(2)) == 0, count - 1 - tile, tile)
+    else:
+        head, tile = lax.rem(index, heads), lax.div(index, heads)
+    tile = jnp.minimum(tile, tiles_gmem.shape[0] - 1)
     fields = [tiles_gmem[tile, field] for field in range(work.CONTEXT + 1)]
     split = I32(0) if cta.problem.kv_split is None else tiles_gmem[tile, work.SPLIT]
-    return Item(tile, lax.rem(index, heads), part, *fields, split)
+    return Item(tile, head, part, *fields, split)
 
 
-def count_rounds(count_gmem, cta: Cta):
-    """How many items this CTA has."""
-    items = count_gmem[0] * (cta.problem.kv_heads * cta.schedule.columns)
+def count_rounds(table, cta: Cta):
+    """How many items of the table (see `read_item`) this CTA has."""
+    items = table[1][0] * (cta.problem.kv_heads * cta.schedule.columns)
     ctas = I32(cta.schedule.ctas)
     full = lax.div(items, ctas)
     last = _place(full, cta.schedule.ctas) < lax.rem(items, ctas)

@@ -39,6 +39,7 @@ from . import hopper_work as work
 from .hopper_block import await_turn, own_rows, pass_turn
 from .hopper_item import attend_item
 from .hopper_load import load_items
+from .hopper_relay import MULTIPLIER, multiply_item, score_items
 from .hopper_math import LN_2, rows_to_tile
 from .hopper_problem import (
     I32,
@@ -60,20 +61,28 @@ LOADER_REGISTERS = 40
 
 def compute_items(refs, outs, cta: Cta):
     """A consumer warpgroup: its 64 rows of each item."""
-    tiles_gmem, count_gmem = refs
     wg = lax.axis_index("wg")
+    if cta.schedule.overlap == "blocks":
+        pl.when(wg < MULTIPLIER)(lambda: score_items(refs, wg, cta))
+        pl.when(wg == MULTIPLIER)(lambda: finish_items(refs, outs, I32(0), multiply_item, cta))
+        return
+    pl.when(wg == 1)(lambda: pass_turn(wg, cta))  # warpgroup 0 goes first
+    finish_items(refs, outs, wg, attend_item, cta)
+    pl.when(wg == 0)(lambda: await_turn(wg, cta))
 
-    def compute_item(turn, step):
-        item = read_item(tiles_gmem, turn, cta)
-        (acc, m, total), step = attend_item(item, step, wg, cta)
+
+def finish_items(refs, outs, wg, attend, cta: Cta):
+    """Attends each item and writes its outputs."""
+
+    def finish_item(turn, step):
+        item = read_item(refs, turn, cta)
+        (acc, m, total), step = attend(item, step, wg, cta)
         o = own_rows(acc, cta) * rows_to_tile(1.0 / total, cta.columns, layout=cta.tile)
         o = o.astype(cta.problem.out_dtype)
         store_rows(outs, item, wg, o, (m + jnp.log2(total)) * LN_2, cta)
         return step
 
-    pl.when(wg == 1)(lambda: pass_turn(wg, cta))  # warpgroup 0 goes first
-    lax.fori_loop(I32(0), count_rounds(count_gmem, cta), compute_item, I32(0))
-    pl.when(wg == 0)(lambda: await_turn(wg, cta))
+    lax.fori_loop(I32(0), count_rounds(refs, cta), finish_item, I32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -92,13 +101,13 @@ def launch(
         cta = Cta(problem, schedule, types.SimpleNamespace(**scratch))
         wg = lax.axis_index("wg")
 
-        @pl.when(wg < schedule.consumers)
+        @pl.when(wg < schedule.computing)
         def _consume():
             if two:
                 plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             compute_items((tiles, count), (o, lse), cta)
 
-        @pl.when(wg == schedule.consumers)
+        @pl.when(wg == schedule.computing)
         def _load():
             if two:
                 plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
@@ -120,7 +129,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         grid=(schedule.ctas,),
         grid_names=("cta",),
-        num_threads=schedule.consumers + 1,
+        num_threads=schedule.computing + 1,
         thread_name="wg",
         interpret=problem.interpret,
     )(q, k_pages, v_pages, tiles, count, page_table)

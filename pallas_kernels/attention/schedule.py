@@ -21,13 +21,17 @@ class Schedule:
       consumers: warpgroups that compute, 64 query rows each; 1 suits decode, 2 suits prefill.
       stages: KV blocks in flight in shared memory, for keys and for values each.
       overlap: what the softmax of a block runs beside. "turns": the other warpgroup's products, the
-        two taking turns at the tensor cores; "scores": the warpgroup's own next scores.
+        two taking turns at the tensor cores; "scores": the warpgroup's own next scores; "blocks":
+        for one consumer, two warpgroups make the scores and the softmax of every other block, and a
+        third multiplies with the values, block after block.
       ctas: CTAs of the persistent grid; one fits a multiprocessor (an H200 has 132).
       half_rows: tiles of at most 8 tokens, so that queries fill only the first eight of the sixteen
         rows of each warp, and the softmax is done for these alone; for one consumer and groups
         of up to 4.
       columns: CTAs that share a tile and KV head, each with its part of the value columns; all of
         them compute the scores.
+      order: of the work list. "tiles": a tile's KV heads one after the other; "heads": a KV head's
+        tiles, so that fewer keys and values are in use at a time and stay in the L2 cache.
     """
 
     consumers: int = 2
@@ -36,20 +40,31 @@ class Schedule:
     ctas: int = 132
     half_rows: bool = False
     columns: int = 1
+    order: str = "tiles"
 
     def __post_init__(self):
         if self.consumers not in (1, 2):
             raise ValueError(f"consumers={self.consumers} must be 1 or 2")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages} must be at least 2")
-        if self.overlap not in ("turns", "scores"):
-            raise ValueError(f"overlap={self.overlap!r} must be 'turns' or 'scores'")
+        if self.overlap not in ("turns", "scores", "blocks"):
+            raise ValueError(f"overlap={self.overlap!r} must be 'turns', 'scores' or 'blocks'")
+        if self.overlap == "blocks" and self.consumers != 1:
+            raise ValueError(f"overlap='blocks' needs consumers=1, got {self.consumers}")
+        if self.order not in ("tiles", "heads"):
+            raise ValueError(f"order={self.order!r} must be 'tiles' or 'heads'")
         if self.ctas < 1:
             raise ValueError(f"ctas={self.ctas} must be at least 1")
         if self.half_rows and self.consumers != 1:
             raise ValueError(f"half_rows needs consumers=1, got {self.consumers}")
         if self.columns not in (1, 2, 4):
             raise ValueError(f"columns={self.columns} must be 1, 2 or 4")
+
+
+    @property
+    def computing(self) -> int:
+        """Warpgroups that compute; one more loads."""
+        return 3 if self.overlap == "blocks" else self.consumers
 
 
 def warpgroup_tokens(group: int) -> int:

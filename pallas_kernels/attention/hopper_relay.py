@@ -1,0 +1,143 @@
+"""Overlap "blocks": three warpgroups pass the KV blocks of an item along.
+
+Two of them make scores and softmax, each of every other block; the running maximum goes to and fro
+between them. The third adds p v to one accumulator, block after block. All go through the
+same functions as a warpgroup that does everything, so that a row's numbers are the same.
+"""
+
+import functools
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from .hopper_block import (
+    add_to_total,
+    exponentials,
+    first_scores,
+    interpreted_product,
+    mask_scores,
+    own_rows,
+    raise_maximum,
+    row_operand,
+    scale_rows,
+    zero_values_behind,
+)
+from .hopper_item import empty_state, plain_blocks
+from .hopper_math import LOWEST, store_plain, store_swizzled
+from .hopper_problem import I32, Cta, Item, block_range, count_rounds, read_item
+
+MULTIPLIER = 2  # the warpgroup behind the two of the softmax
+
+
+def score_items(refs, wg, cta: Cta):
+    """Warpgroup 0 or 1: p of every other block, counted over all items of the CTA."""
+    mem, stages = cta.memory, I32(cta.schedule.stages)
+
+    def score_item(turn, step):
+        item = read_item(refs, turn, cta)
+        lo, hi = block_range(item, cta.problem)
+        plain_start, plain_end = plain_blocks(item, lo, hi, I32(0), cta.problem)
+        plgpu.barrier_wait(mem.q_loaded.at[0])
+
+        @pl.loop(lo, hi)
+        def _block(block):
+            at = step + block - lo
+            slot = lax.rem(at, stages)
+            own = lax.rem(at, I32(2)) == wg
+
+            @pl.when(jnp.logical_not(own))
+            def _other():  # a barrier's phases have to be seen one by one
+                plgpu.barrier_wait(mem.k_loaded.at[slot])
+
+            @pl.when(own)
+            def _own():
+                plain = (block >= plain_start) & (block < plain_end)
+                s = lax.cond(
+                    plain,
+                    lambda s: own_rows(s, cta),
+                    lambda s: mask_scores(s, block, item.position, cta),
+                    first_scores(slot, I32(0), cta),
+                )
+                hand_over(s, at, block == lo, wg, cta)
+
+        plgpu.barrier_arrive(mem.q_consumed)
+        return step + hi - lo
+
+    steps = lax.fori_loop(I32(0), count_rounds(refs, cta), score_item, I32(0))
+
+    # Every completed phase is seen before the barriers go.
+    @pl.when((steps > 0) & (lax.rem(steps, I32(2)) == wg))
+    def _():
+        plgpu.barrier_wait(mem.m_ready.at[wg])
+
+    @pl.when(steps > wg)
+    def _():
+        plgpu.barrier_wait(mem.p_consumed.at[wg])
+
+
+def hand_over(s, at, first, wg, cta: Cta):
+    """The softmax of one block, number `at` of the CTA; `first`: of an item."""
+    mem = cta.memory
+    keep = functools.partial(store_plain, layout=cta.row, interpret=cta.interpret)
+
+    @pl.when(at > 0)
+    def _():
+        plgpu.barrier_wait(mem.m_ready.at[wg])
+
+    lowest = plgpu.layout_cast(jnp.full((cta.rows,), LOWEST, jnp.float32), cta.row)
+    before = plgpu.load(mem.m_smem.at[1 - wg], layout=cta.row)
+    m = lax.cond(first, lambda: lowest, lambda: before)
+    new_m = raise_maximum(m, s, cta)
+    keep(mem.m_smem.at[wg], new_m)
+    plgpu.barrier_arrive(mem.m_ready.at[1 - wg])
+    p, alpha, row_sum = exponentials(s, m, new_m, cta)
+
+    @pl.when(at > 1)
+    def _():
+        plgpu.barrier_wait(mem.p_consumed.at[wg])
+
+    p = row_operand(p, cta)
+    store_swizzled(mem.p_smem.at[wg], p, line=cta.line, interpret=cta.interpret)
+    keep(mem.alpha_smem.at[wg], alpha)
+    keep(mem.sum_smem.at[wg], row_sum)
+    keep(mem.top_smem.at[wg], new_m)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(mem.p_ready.at[wg])
+
+
+def multiply_item(item: Item, step, wg, cta: Cta):
+    """All KV blocks of one item; returns (acc, m, l) and the next step."""
+    mem = cta.memory
+    lo, hi = block_range(item, cta.problem)
+
+    def add_block(block, state):
+        acc, _, total = state
+        at = step + block - lo
+        slot, side = lax.rem(at, I32(cta.schedule.stages)), lax.rem(at, I32(2))
+        plgpu.barrier_wait(mem.v_loaded.at[slot])
+        zero_values_behind(item.context, block, slot, wg, cta)
+        plgpu.barrier_wait(mem.p_ready.at[side])
+        alpha, row_sum, m = (
+            plgpu.load(ref.at[side], layout=cta.row)
+            for ref in (mem.alpha_smem, mem.sum_smem, mem.top_smem)
+        )
+        acc, total = scale_rows(acc, alpha, cta), add_to_total(total, alpha, row_sum, cta)
+        acc = add_product(acc, mem.p_smem.at[side], mem.v_smem.at[slot], cta)
+        plgpu.barrier_arrive(mem.v_consumed.at[slot])
+        plgpu.barrier_arrive(mem.p_consumed.at[side])
+        return acc, m, total
+
+    return lax.fori_loop(lo, hi, add_block, empty_state(cta)), step + hi - lo
+
+
+def add_product(acc, p_ref, v_ref, cta: Cta):
+    """acc + p v, both operands in shared memory; waited for."""
+    if cta.interpret:
+        return acc + interpreted_product(p_ref, v_ref)
+
+    def issue(acc_ref):
+        plgpu.wgmma(acc_ref, p_ref, v_ref)
+
+    return pl.run_state(issue)(plgpu.ACC.init(acc))
