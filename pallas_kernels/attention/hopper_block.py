@@ -14,7 +14,7 @@ from .hopper_math import (
     rows_to_tile,
     sum_rows,
 )
-from .hopper_problem import I32, Cta
+from .hopper_problem import I32, Cta, key_phase
 from .hopper_product import IN_FLIGHT, awaited, start_product
 from .schedule import WARPGROUP_ROWS
 
@@ -31,20 +31,26 @@ def pass_turn(wg, cta: Cta):
         plgpu.barrier_arrive(cta.memory.turn.at[1 - wg])
 
 
-def start_scores(slot, wg, cta: Cta):
-    """Starts s = q k^T, [64, kv_block], for the block in `slot`; see `awaited`."""
+def slot_of(step, cta: Cta):
+    """Where in shared memory the block of a step lies; steps count over all items of the CTA."""
+    return lax.rem(step, I32(cta.schedule.stages))
+
+
+def start_scores(step, wg, cta: Cta):
+    """Starts s = q k^T, [64, kv_block], for the block of a step; see `awaited`."""
     mem = cta.memory
-    plgpu.barrier_wait(mem.k_loaded.at[slot])
-    return start_product(mem.q_smem.at[wg], mem.k_smem.at[slot], interpret=cta.interpret)
+    plgpu.barrier_wait(mem.k_loaded.at[key_phase(step, cta)])
+    k_ref = mem.k_smem.at[slot_of(step, cta)]
+    return start_product(mem.q_smem.at[wg], k_ref, interpret=cta.interpret)
 
 
-def first_scores(slot, wg, cta: Cta):
+def first_scores(step, wg, cta: Cta):
     """s = q k^T float32[64, kv_block] of an item's first block."""
     await_turn(wg, cta)
-    s = start_scores(slot, wg, cta)
+    s = start_scores(step, wg, cta)
     pass_turn(wg, cta)
     s = awaited(s, interpret=cta.interpret)
-    plgpu.barrier_arrive(cta.memory.k_consumed.at[slot])
+    plgpu.barrier_arrive(cta.memory.k_consumed.at[slot_of(step, cta)])
     return s
 
 
@@ -144,9 +150,9 @@ def zero_tail(v_ref, valid):
     plgpu.commit_smem()
 
 
-def accumulate(acc, p, slot, wg, cta: Cta, *, zero_tail_of=None):
+def accumulate(acc, p, step, wg, cta: Cta, *, zero_tail_of=None):
     """acc + p v, waited for; zero_tail_of = (context, block) for an item's last block."""
-    mem, p = cta.memory, row_operand(p, cta)
+    mem, slot, p = cta.memory, slot_of(step, cta), row_operand(p, cta)
     plgpu.barrier_wait(mem.v_loaded.at[slot])
     await_turn(wg, cta)
     if zero_tail_of is not None:
@@ -166,16 +172,16 @@ def accumulate(acc, p, slot, wg, cta: Cta, *, zero_tail_of=None):
     return acc
 
 
-def accumulate_and_score(acc, p, slot, next_slot, wg, cta: Cta):
+def accumulate_and_score(acc, p, step, wg, cta: Cta):
     """(acc + p v, the next block's scores), started together and waited for."""
     if cta.problem.interpret:
-        return accumulate(acc, p, slot, wg, cta), first_scores(next_slot, wg, cta)
-    mem, p = cta.memory, row_operand(p, cta)
+        return accumulate(acc, p, step, wg, cta), first_scores(step + 1, wg, cta)
+    mem, slot, p = cta.memory, slot_of(step, cta), row_operand(p, cta)
 
     def issue(refs):
         acc_ref, s_ref = refs
         plgpu.wgmma(acc_ref, p, mem.v_smem.at[slot])
-        s_ref[...] = start_scores(next_slot, wg, cta)
+        s_ref[...] = start_scores(step + 1, wg, cta)
         pass_turn(wg, cta)
 
     plgpu.barrier_wait(mem.v_loaded.at[slot])
@@ -184,20 +190,20 @@ def accumulate_and_score(acc, p, slot, next_slot, wg, cta: Cta):
     acc, s = pl.run_state(issue)((plgpu.ACC.init(acc), plgpu.layout_cast(empty, IN_FLIGHT)))
     s = awaited(s, interpret=None)
     plgpu.barrier_arrive(mem.v_consumed.at[slot])
-    plgpu.barrier_arrive(mem.k_consumed.at[next_slot])
+    plgpu.barrier_arrive(mem.k_consumed.at[slot_of(step + 1, cta)])
     return acc, s
 
 
-def softmax_under_scores(s, state, next_slot, wg, cta: Cta):
+def softmax_under_scores(s, state, step, wg, cta: Cta):
     """softmax_step of the block's own rows, while the tensor cores make the next block's scores.
 
     Returns (p, state, next scores).
     """
 
-    scores = start_scores(next_slot, wg, cta)
+    scores = start_scores(step + 1, wg, cta)
     p, new_state = softmax_step(s, state, cta)
     scores = awaited(scores, interpret=cta.interpret)
-    plgpu.barrier_arrive(cta.memory.k_consumed.at[next_slot])
+    plgpu.barrier_arrive(cta.memory.k_consumed.at[slot_of(step + 1, cta)])
     return p, new_state, scores
 
 

@@ -44,27 +44,24 @@ def attend_item(item: Item, step, wg, cta: Cta):
     lo, hi = block_range(item, problem)
     last, position = hi - 1, item.position + wg * problem.tokens
 
-    def slot_of(block):
-        return lax.rem(step + block - lo, I32(cta.schedule.stages))
-
     def attend_block(block, carry, *, masked: bool):
         s, state = carry
-        slot, next_slot = slot_of(block), slot_of(block + 1)
+        now = step + block - lo
         if masked:
             s = mask_scores(s, block, position, cta)
         if cta.schedule.overlap == "scores":
-            p, (acc, m, total), s = softmax_under_scores(s, state, next_slot, wg, cta)
-            acc = accumulate(acc, p, slot, wg, cta)
+            p, (acc, m, total), s = softmax_under_scores(s, state, now, wg, cta)
+            acc = accumulate(acc, p, now, wg, cta)
         else:
             p, (acc, m, total) = softmax_step(s, state, cta)
-            acc, s = accumulate_and_score(acc, p, slot, next_slot, wg, cta)
+            acc, s = accumulate_and_score(acc, p, now, wg, cta)
         return s, (acc, m, total)
 
     masked_block = functools.partial(attend_block, masked=True)
     plain_block = functools.partial(attend_block, masked=False)
     plain_start, plain_end = plain_blocks(item, lo, hi, wg, problem)
     plgpu.barrier_wait(cta.memory.q_loaded.at[wg])
-    carry = first_scores(slot_of(lo), wg, cta), empty_state(cta)
+    carry = first_scores(step, wg, cta), empty_state(cta)
     if problem.window is not None:
         carry = lax.fori_loop(lo, plain_start, masked_block, carry)
     carry = lax.fori_loop(plain_start, plain_end, plain_block, carry)
@@ -72,7 +69,7 @@ def attend_item(item: Item, step, wg, cta: Cta):
 
     plgpu.barrier_arrive(cta.memory.q_consumed)
     p, (acc, m, total) = softmax_step(mask_scores(s, last, position, cta), state, cta)
-    acc = accumulate(acc, p, slot_of(last), wg, cta, zero_tail_of=(item.context, last))
+    acc = accumulate(acc, p, step + last - lo, wg, cta, zero_tail_of=(item.context, last))
     return (acc, m, total), step + hi - lo
 
 

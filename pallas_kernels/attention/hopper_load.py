@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import hopper_work as work
-from .hopper_problem import I32, Cta, Item, block_range, count_rounds, read_item
+from .hopper_problem import I32, Cta, Item, block_range, count_rounds, key_phase, read_item
 
 
 def load_items(refs, cta: Cta):
@@ -18,16 +18,21 @@ def load_items(refs, cta: Cta):
     q_gmem, k_gmem, v_gmem, tiles_gmem, count_gmem, pages_gmem = refs
     table = tiles_gmem, count_gmem
     mem, stages = cta.memory, cta.schedule.stages
+    decode = cta.schedule.consumers == 1
+    first = read_item(table, I32(0), cta)
 
     def load_item(turn, item, step):
         lo, hi = block_range(item, cta.problem)
 
-        def load_block(block, step):
+        def load_block(block, carry):
+            step, pages = carry
             slot = lax.rem(step, I32(stages))
-            pages = find_pages(pages_gmem, item, block, cta)  # read before waiting for the slot
+            # Read before waiting for the slot, for decode a block ahead.
+            here = pages if decode else find_pages(pages_gmem, item, block, cta)
+            pages = find_pages(pages_gmem, item, block + 1, cta) if decode else pages
             for source, target, loaded, consumed in (
-                (k_gmem, mem.k_smem, mem.k_loaded, mem.k_consumed),
-                (v_gmem, mem.v_smem, mem.v_loaded, mem.v_consumed),
+                (k_gmem, mem.k_smem, mem.k_loaded.at[key_phase(step, cta)], mem.k_consumed),
+                (v_gmem, mem.v_smem, mem.v_loaded.at[slot], mem.v_consumed),
             ):
 
                 @pl.when(step >= stages)
@@ -38,40 +43,38 @@ def load_items(refs, cta: Cta):
                 if source is v_gmem and cta.schedule.columns > 1:
                     start = pl.multiple_of(item.part * cta.columns, cta.columns)
                     columns = pl.ds(start, cta.columns)
-                load_pages(source, pages, target.at[slot], loaded.at[slot], columns, item, cta)
-            return step + 1
+                load_pages(source, here, target.at[slot], loaded, columns, item, cta)
+            return step + 1, pages
 
-        rest = lo
-        if cta.schedule.consumers == 1:
+        rest, carry = lo, (step, find_pages(pages_gmem, item, lo, cta) if decode else ())
+        if decode:
             # A later item's first blocks come before its queries, whose room is taken until the
             # item before is nearly done, so that the memory never idles between items. One slot
             # is left: the queries must not wait for the last block of the item before.
             rest = jnp.where(turn > 0, jnp.minimum(lo + (stages - 1), hi), lo)
-            step = lax.fori_loop(lo, rest, load_block, step)
+            carry = lax.fori_loop(lo, rest, load_block, carry)
 
         @pl.when(turn > 0)
         def _():
             plgpu.barrier_wait(mem.q_consumed)
 
         load_queries(q_gmem, item, cta)
-        return lax.fori_loop(rest, hi, load_block, step)
+        step, _ = lax.fori_loop(rest, hi, load_block, carry)
+        return step
 
-    def read_and_load(turn, step):
-        return load_item(turn, read_item(table, turn, cta), step)
-
-    def load_and_read_ahead(turn, carry):
+    def load_turn(turn, carry):
         item, step = carry
-        following = read_item(table, turn + 1, cta)
-        return following, load_item(turn, item, step)
+        if decode:
+            following = read_item(table, turn + 1, cta)
+            return following, load_item(turn, item, step)
+        return item, load_item(turn, read_item(table, turn, cta), step)
 
-    if cta.schedule.consumers == 1 and cta.schedule.order == "tiles":
-        # The first item is under way before it is known that there is one.
-        carry = read_item(table, I32(0), cta), I32(0)
-        rounds = count_rounds(table, cta)
-        _, steps = lax.fori_loop(I32(0), rounds, load_and_read_ahead, carry)
-    else:
-        rounds = count_rounds(table, cta)
-        steps = lax.fori_loop(I32(0), rounds, read_and_load, I32(0))
+    rounds = count_rounds(table, cta)
+    if decode:
+        # Zero, but no compiler knows: so the item's loads and the count's are under way together,
+        # where they would be moved behind the question whether there is an item.
+        rounds += jnp.minimum(first.end, 0)
+    _, steps = lax.fori_loop(I32(0), rounds, load_turn, (first, I32(0)))
 
     @pl.loop(I32(0), jnp.minimum(steps, stages))
     def _drain(slot):  # every completed phase is seen before the barriers go

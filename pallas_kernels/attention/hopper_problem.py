@@ -112,18 +112,15 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     wgs, stages, dim = schedule.consumers, schedule.stages, problem.head_dim
     rows, block, dtype = WARPGROUP_ROWS, problem.kv_block, problem.dtype
     cta = Cta(problem, schedule, types.SimpleNamespace())
-    values = (plgpu.TilingTransform((8, cta.line)), plgpu.SwizzleTransform(2 * cta.line))
     scratch = dict(
         q_smem=plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled),
         k_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
-        v_smem=plgpu.SMEM((stages, block, cta.columns), dtype, transforms=values),
-        o_smem=plgpu.SMEM(
-            (wgs, cta.rows, cta.columns), problem.out_dtype
-        ),  # plain rows, for single tokens
         lse_smem=plgpu.SMEM((wgs, cta.rows), jnp.float32),
         q_loaded=plgpu.Barrier(num_arrivals=problem.group, num_barriers=wgs),
         q_consumed=plgpu.Barrier(num_arrivals=2 if schedule.overlap == "blocks" else wgs),
-        k_loaded=plgpu.Barrier(num_arrivals=problem.copies_a_block, num_barriers=stages),
+        k_loaded=plgpu.Barrier(
+            num_arrivals=problem.copies_a_block, num_barriers=schedule.key_phases
+        ),
         v_loaded=plgpu.Barrier(num_arrivals=problem.copies_a_block, num_barriers=stages),
         k_consumed=plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         v_consumed=plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
@@ -135,7 +132,6 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     if schedule.overlap == "blocks":
         vector = plgpu.SMEM((2, cta.rows), jnp.float32)
         scratch |= dict(
-            p_smem=plgpu.SMEM((2, rows, block), dtype, transforms=values),
             m_smem=vector,  # from one softmax to the next
             top_smem=vector,
             alpha_smem=vector,
@@ -144,9 +140,48 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
             p_ready=plgpu.Barrier(num_barriers=2),
             p_consumed=plgpu.Barrier(num_barriers=2),
         )
-    elif problem.interpret:
-        scratch["p_smem"] = plgpu.SMEM((wgs, rows, block), dtype)
+    views = [column_types(problem, each) for each in schedule.widths]
+    if len(views) == 1:
+        scratch |= views[0]
+    elif problem.interpret:  # which has no unions
+        scratch |= {f"{name}_{n}": view[name] for n, view in enumerate(views) for name in view}
+    else:
+        scratch["by_width"] = plgpu.RefUnion(*views)
     return scratch
+
+
+def column_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """The part of a CTA's shared memory whose shape follows the columns of the values."""
+    cta = Cta(problem, schedule, types.SimpleNamespace())
+    swizzled = (plgpu.TilingTransform((8, cta.line)), plgpu.SwizzleTransform(2 * cta.line))
+    wgs, block, dtype = schedule.consumers, problem.kv_block, problem.dtype
+    blocks, sides = schedule.overlap == "blocks", 2 if schedule.overlap == "blocks" else wgs
+    view = dict(
+        v_smem=plgpu.SMEM((schedule.stages, block, cta.columns), dtype, transforms=swizzled),
+        # Plain rows, for single tokens.
+        o_smem=plgpu.SMEM((wgs, cta.rows, cta.columns), problem.out_dtype),
+    )
+    if blocks:
+        view["p_smem"] = plgpu.SMEM((sides, WARPGROUP_ROWS, block), dtype, transforms=swizzled)
+    elif problem.interpret:
+        view["p_smem"] = plgpu.SMEM((sides, WARPGROUP_ROWS, block), dtype)
+    return view
+
+
+def make_ctas(problem: Problem, schedule: Schedule, scratch: dict[str, Any]) -> list[Cta]:
+    """The CTA as it works with each of the schedule's widths; `scratch` as `scratch_types` says."""
+    widths = schedule.widths
+    if len(widths) == 1:
+        return [Cta(problem, schedule, types.SimpleNamespace(**scratch))]
+    if problem.interpret:
+        names = column_types(problem, schedule)
+        views = [{name: scratch[f"{name}_{n}"] for name in names} for n in range(len(widths))]
+    else:
+        views = list(scratch["by_width"])
+    return [
+        Cta(problem, each, types.SimpleNamespace(**(scratch | view)))
+        for each, view in zip(widths, views, strict=True)
+    ]
 
 
 def shared_bytes(problem: Problem, schedule: Schedule) -> int:
@@ -212,6 +247,11 @@ def count_rounds(table, cta: Cta):
 def _place(turn, ctas: int):
     cta = lax.axis_index("cta")
     return jnp.where(lax.rem(turn, I32(2)) == 0, cta, ctas - 1 - cta)
+
+
+def key_phase(step, cta: Cta):
+    """Which of the barriers `k_loaded` tells of the keys of step `step`."""
+    return lax.rem(step, I32(cta.schedule.key_phases))
 
 
 def block_range(item: Item, problem: Problem):

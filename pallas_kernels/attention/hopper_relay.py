@@ -33,7 +33,7 @@ MULTIPLIER = 2  # the warpgroup behind the two of the softmax
 
 def score_items(refs, wg, cta: Cta):
     """Warpgroup 0 or 1: p of every other block, counted over all items of the CTA."""
-    mem, stages = cta.memory, I32(cta.schedule.stages)
+    mem = cta.memory
 
     def score_item(turn, step):
         item = read_item(refs, turn, cta)
@@ -44,21 +44,15 @@ def score_items(refs, wg, cta: Cta):
         @pl.loop(lo, hi)
         def _block(block):
             at = step + block - lo
-            slot = lax.rem(at, stages)
-            own = lax.rem(at, I32(2)) == wg
 
-            @pl.when(jnp.logical_not(own))
-            def _other():  # a barrier's phases have to be seen one by one
-                plgpu.barrier_wait(mem.k_loaded.at[slot])
-
-            @pl.when(own)
+            @pl.when(lax.rem(at, I32(2)) == wg)
             def _own():
                 plain = (block >= plain_start) & (block < plain_end)
                 s = lax.cond(
                     plain,
                     lambda s: own_rows(s, cta),
                     lambda s: mask_scores(s, block, item.position, cta),
-                    first_scores(slot, I32(0), cta),
+                    first_scores(at, I32(0), cta),
                 )
                 hand_over(s, at, block == lo, wg, cta)
 

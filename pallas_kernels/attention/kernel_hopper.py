@@ -39,17 +39,18 @@ from . import hopper_work as work
 from .hopper_block import await_turn, own_rows, pass_turn
 from .hopper_item import attend_item
 from .hopper_load import load_items
-from .hopper_relay import MULTIPLIER, multiply_item, score_items
 from .hopper_math import LN_2, rows_to_tile
 from .hopper_problem import (
     I32,
     Cta,
     Problem,
     count_rounds,
+    make_ctas,
     read_item,
     scratch_types,
     shared_bytes,
 )
+from .hopper_relay import MULTIPLIER, multiply_item, score_items
 from .hopper_splits import LINE, merge_splits
 from .hopper_store import store_rows
 from .schedule import MOST_HALF, SHARED_BYTES, Schedule, schedule_for, warpgroup_tokens
@@ -86,6 +87,17 @@ def finish_items(refs, outs, wg, attend, cta: Cta):
     plgpu.wait_smem_to_gmem(0)
 
 
+def for_fitting(count_gmem, ctas: list[Cta], call):
+    """Calls call(n), n the last of ctas whose items all find a CTA of the grid, or else 0."""
+    if len(ctas) == 1:
+        call(0)
+        return
+    most = ctas[1].schedule
+    few = count_gmem[0] * (ctas[1].problem.kv_heads * most.columns) <= most.ctas
+    pl.when(few)(lambda: call(1))
+    pl.when(jnp.logical_not(few))(lambda: call(0))
+
+
 def launch(
     q, k_pages, v_pages, tiles, count, page_table, problem: Problem, schedule: Schedule, splits=1
 ):
@@ -93,25 +105,26 @@ def launch(
 
     With split keys o is float32 [splits, T, Nkv, G, LINE or more].
     """
-    items = tiles.shape[0] * problem.kv_heads * schedule.columns
+    items = tiles.shape[0] * problem.kv_heads * schedule.widths[-1].columns
     schedule = dataclasses.replace(schedule, ctas=min(schedule.ctas, items))
     two = schedule.consumers > 1  # one consumer and the loader fit without trading registers
 
     def attention_hopper_kernel(q, k, v, tiles, count, pages, o, lse, **scratch):
-        cta = Cta(problem, schedule, types.SimpleNamespace(**scratch))
-        wg = lax.axis_index("wg")
+        ctas = make_ctas(problem, schedule, scratch)
+        table, wg = (tiles, count), lax.axis_index("wg")
 
         @pl.when(wg < schedule.computing)
         def _consume():
             if two:
                 plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            compute_items((tiles, count), (o, lse), cta)
+            for_fitting(count, ctas, lambda n: compute_items(table, (o, lse), ctas[n]))
 
         @pl.when(wg == schedule.computing)
         def _load():
             if two:
                 plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-            load_items((q, k, v, tiles, count, pages), cta)
+            refs = q, k, v, tiles, count, pages
+            for_fitting(count, ctas, lambda n: load_items(refs, ctas[n]))
 
     rows = Cta(problem, schedule, types.SimpleNamespace()).rows
     lse_shape = (tiles.shape[0], problem.kv_heads, schedule.consumers, rows)

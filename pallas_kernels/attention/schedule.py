@@ -30,6 +30,8 @@ class Schedule:
         of up to 4.
       columns: CTAs that share a tile and KV head, each with its part of the value columns; all of
         them compute the scores.
+      most_columns: takes the place of `columns` in a launch whose work list is so short that even
+        these parts all find a CTA; None: never.
       order: of the work list. "tiles": a tile's KV heads one after the other; "heads": a KV head's
         tiles, so that fewer keys and values are in use at a time and stay in the L2 cache.
     """
@@ -40,6 +42,7 @@ class Schedule:
     ctas: int = 132
     half_rows: bool = False
     columns: int = 1
+    most_columns: int | None = None
     order: str = "tiles"
 
     def __post_init__(self):
@@ -51,6 +54,8 @@ class Schedule:
             raise ValueError(f"overlap={self.overlap!r} must be 'turns', 'scores' or 'blocks'")
         if self.overlap == "blocks" and self.consumers != 1:
             raise ValueError(f"overlap='blocks' needs consumers=1, got {self.consumers}")
+        if self.most_columns not in (None, 2, 4):
+            raise ValueError(f"most_columns={self.most_columns} must be None, 2 or 4")
         if self.order not in ("tiles", "heads"):
             raise ValueError(f"order={self.order!r} must be 'tiles' or 'heads'")
         if self.ctas < 1:
@@ -60,11 +65,27 @@ class Schedule:
         if self.columns not in (1, 2, 4):
             raise ValueError(f"columns={self.columns} must be 1, 2 or 4")
 
+    @property
+    def widths(self) -> list["Schedule"]:
+        """This schedule, and it with `most_columns` in the place of `columns`."""
+        if self.most_columns is None:
+            return [self]
+        narrow = dataclasses.replace(self, columns=self.most_columns, most_columns=None)
+        return [dataclasses.replace(self, most_columns=None), narrow]
 
     @property
     def computing(self) -> int:
         """Warpgroups that compute; one more loads."""
         return 3 if self.overlap == "blocks" else self.consumers
+
+    @property
+    def key_phases(self) -> int:
+        """Barriers that tell of keys that have come.
+
+        One waits for all phases of a barrier, one by one. Where two warpgroups take every other
+        block, each has barriers of its own, also with an odd number of stages.
+        """
+        return 2 * self.stages if self.overlap == "blocks" else self.stages
 
 
 def warpgroup_tokens(group: int) -> int:
@@ -93,18 +114,19 @@ def schedule_for(
 
 def _decode_schedule(items: int, *, group: int, head_dim: int, ctas: int) -> Schedule:
     """For `items` pairs of a token and a KV head."""
-    half, columns = group <= MOST_HALF, 1
-    if half:
-        # A chain of blocks is shorter if several CTAs share its value columns; 32 at least each.
-        fits = [n for n in (4, 2) if items * n <= ctas and head_dim // n >= 32]
-        columns = fits[0] if fits else 1
+    half = group <= MOST_HALF
+    # A chain of blocks is shorter if several CTAs share its value columns; 32 at least each.
+    parts = [n for n in (4, 2) if half and head_dim // n >= 32]
+    fits = [n for n in parts if items * n <= ctas] or [1]
     # With every CTA at work, two blocks in flight keep the memory busy, and more disturb it.
     stages = 2 if half and items >= ctas else 3
     return Schedule(
         consumers=1,
         stages=stages if head_dim == 128 else 2 * stages,
-        overlap="scores",
+        overlap="blocks" if fits[0] > 1 else "scores",
         ctas=ctas,
         half_rows=half,
-        columns=columns,
+        columns=fits[0],
+        # A bucket of 8 rows often holds one.
+        most_columns=parts[0] if fits[0] > 1 and fits[0] < parts[0] else None,
     )
