@@ -298,7 +298,7 @@ def attention_hopper_op(
         head_dim=head_dim,
     )
     if topology.kv_split is not None:  # float32 results take the room of a third stage
-        schedule = dataclasses.replace(schedule, stages=2, columns=1)
+        schedule = dataclasses.replace(schedule, stages=2, columns=1, most_columns=None)
     return attention_hopper(
         q,
         k_pages,

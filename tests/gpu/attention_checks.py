@@ -216,6 +216,7 @@ def check_case(case: BitCase) -> dict:
     compare("one_warpgroup", run(whole, schedule=ONE, seed=2), every)
     compare("overlap_scores", run(whole, schedule=AHEAD, seed=4), every)
     compare("pages_of_128", run(whole, schedule=PREFILL, seed=3, page=128), every)
+    compare("by_heads", run(whole, schedule=dataclasses.replace(PREFILL, order="heads")), every)
     compare("few_ctas", run(whole, schedule=Schedule(ctas=7), seed=3), every)
     rounded, _ = run(whole, schedule=PREFILL, seed=5, out_dtype=None)
     differ["rounded"] = [differing(rounded, o.astype(case.element)), 0]
@@ -254,12 +255,17 @@ def check_case(case: BitCase) -> dict:
 
 def decode_schedules(case: BitCase) -> dict[str, Schedule]:
     """Further schedules for decode, by name, with room for a float32 o."""
+    blocks = dataclasses.replace(DECODE, overlap="blocks")
     if case.group > MOST_HALF:
-        return {}
+        return {"blocks": blocks}
     half = dataclasses.replace(DECODE, half_rows=True)
     found = {"half_rows_few_ctas": dataclasses.replace(half, ctas=7)}
     for columns in (1, 2, 4) if case.head_dim == 128 else (1, 2):
         found[f"half_rows_{columns}_parts"] = dataclasses.replace(half, columns=columns)
+    blocks = dataclasses.replace(blocks, half_rows=True)
+    found |= {"half_blocks": blocks, "half_blocks_2_parts": dataclasses.replace(blocks, columns=2)}
+    if case.head_dim == 128:
+        found["half_blocks_2_or_4_parts"] = dataclasses.replace(blocks, columns=2, most_columns=4)
     return found
 
 
