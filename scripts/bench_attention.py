@@ -7,26 +7,31 @@ the program, over its launches. Each launch has queries of its own and the cache
 that keys and values come from memory; rounds alternate between ours and cuDNN; medians over rounds.
 cuDNN is reached through jax.nn.dot_product_attention(implementation="cudnn"), on contiguous caches,
 one sequence after the other where lengths differ. Bits and accuracy are checked in tests/gpu.
+
+Every case is built in a process of its own, all of them together; once all are built, each times
+its programs while the others wait.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import multiprocessing
+import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_timing import device_times
+from device_timing import copy_bandwidth, device_times, header
 
-from bi_jax.pallas_kernels.attention.kernel_hopper import attention_hopper
+from bi_jax.pallas_kernels.attention.kernel_hopper import attention_hopper, attention_hopper_op
 from bi_jax.pallas_kernels.attention.schedule import Schedule, schedule_for
+from bi_jax.pallas_kernels.attention.topology import AttentionTopology
 from bi_jax.pallas_kernels.ragged import RaggedBatch
 
 KV_BLOCK, PAGE = 128, 64
@@ -41,6 +46,7 @@ class Case:
     name: str
     queries: tuple[int, ...]
     contexts: tuple[int, ...]
+    kv_split: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -70,11 +76,12 @@ def prefill(name: str, *lengths: int) -> Case:
     return Case(name=name, queries=lengths, contexts=lengths)
 
 
-def decode(requests: int, context: int) -> Case:
+def decode(requests: int, context: int, kv_split: int | None = None) -> Case:
     return Case(
-        name=f"decode_{requests}x{context}",
+        name=f"decode_{requests}x{context}" + (f"_split_{kv_split}" if kv_split else ""),
         queries=(1,) * requests,
         contexts=(context,) * requests,
+        kv_split=kv_split,
     )
 
 
@@ -90,6 +97,7 @@ CASES = (
     decode(64, 4096),
     decode(256, 1024),
     decode(256, 2048),
+    decode(1, 32_768, kv_split=2048),
 )
 
 
@@ -114,9 +122,18 @@ def make_batch(case: Case) -> tuple[RaggedBatch, int]:
     return batch, len(order)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def normal(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+def spec(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+@functools.cache
+def generator(shape: tuple[int, ...]) -> Callable[[int], jax.Array]:
+    """seed -> normal values; compiled here."""
+
+    def normal(seed):
+        return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+    return jax.jit(normal).lower(0).compile()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,37 +155,47 @@ class Plan:
         )
 
 
-Program = tuple[Callable[..., Any], tuple[Any, ...]]  # compiled, with its arguments
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled program of several launches, and what its operands look like."""
 
+    run: Callable[..., Any]
+    specs: Any
 
-def repeated(call: Callable[..., Any], plan: Plan, arguments: tuple[Any, ...]) -> Program:
-    """One program of `launches` calls; call i gets its own queries and the caches in turn."""
+    @staticmethod
+    def of(call: Callable[..., Any], plan: Plan, specs: Any) -> "Program":
+        """Call i of `call` gets its own queries and the caches in turn."""
 
-    def program(queries, keys, values):
-        turns = [(queries[i], i % plan.caches) for i in range(plan.launches)]
-        return [call(q, keys[n], values[n]) for q, n in turns]
+        def program(queries, keys, values):
+            turns = [(queries[i], i % plan.caches) for i in range(plan.launches)]
+            return [call(q, keys[n], values[n]) for q, n in turns]
 
-    return jax.jit(program).lower(*arguments).compile(), arguments
+        for leaf in jax.tree.leaves(specs):
+            generator(leaf.shape)
+        return Program(run=jax.jit(program).lower(*specs).compile(), specs=specs)
+
+    def operands(self) -> Any:
+        leaves, tree = jax.tree.flatten(self.specs)
+        return tree.unflatten(generator(leaf.shape)(seed) for seed, leaf in enumerate(leaves))
 
 
 def ours(case: Case, plan: Plan, schedules: list[Schedule]) -> dict[str, Program]:
     batch, pages = make_batch(case)
-    cache = (pages, KV_HEADS, PAGE, HEAD_DIM)
-    shape = (case.rows, KV_HEADS, GROUP, HEAD_DIM)
-    arguments = (
-        [normal(i, shape) for i in range(plan.launches)],
-        [normal(1000 + i, cache) for i in range(plan.caches)],
-        [normal(2000 + i, cache) for i in range(plan.caches)],
-    )
+    cache = spec(pages, KV_HEADS, PAGE, HEAD_DIM)
+    queries = [spec(case.rows, KV_HEADS, GROUP, HEAD_DIM)] * plan.launches
+    specs = queries, [cache] * plan.caches, [cache] * plan.caches
 
     def call(q, k, v, *, schedule):
-        return attention_hopper(
-            q, k, v, batch, scale=HEAD_DIM**-0.5, window=None, kv_block=KV_BLOCK, schedule=schedule
-        )[0]
+        options = dict(scale=HEAD_DIM**-0.5, window=None)
+        if case.kv_split is not None:
+            fields = [getattr(batch, f.name) for f in dataclasses.fields(batch)]
+            topology = AttentionTopology(kv_block=KV_BLOCK, kv_split=case.kv_split)
+            return attention_hopper_op(q, k, v, *fields, **options, topology=topology)[0]
+        return attention_hopper(q, k, v, batch, **options, kv_block=KV_BLOCK, schedule=schedule)[0]
 
-    return {
-        str(s): repeated(functools.partial(call, schedule=s), plan, arguments) for s in schedules
-    }
+    if case.kv_split is not None:
+        return {"the op's": Program.of(functools.partial(call, schedule=None), plan, specs)}
+    return {str(s): Program.of(functools.partial(call, schedule=s), plan, specs) for s in schedules}
 
 
 def cudnn(case: Case, plan: Plan) -> Program:
@@ -176,15 +203,8 @@ def cudnn(case: Case, plan: Plan) -> Program:
         shapes = [(len(case.queries), 1, case.contexts[0])]
     else:
         shapes = [(1, q, c) for q, c in zip(case.queries, case.contexts, strict=True)]
-
-    def queries(seed):
-        return [
-            normal(seed + i, (b, q, KV_HEADS * GROUP, HEAD_DIM))
-            for i, (b, q, _) in enumerate(shapes)
-        ]
-
-    def cache(seed):
-        return [normal(seed + i, (b, c, KV_HEADS, HEAD_DIM)) for i, (b, _, c) in enumerate(shapes)]
+    queries = [spec(b, q, KV_HEADS * GROUP, HEAD_DIM) for b, q, _ in shapes]
+    cache = [spec(b, c, KV_HEADS, HEAD_DIM) for b, _, c in shapes]
 
     def call(qs, ks, vs):
         attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
@@ -192,27 +212,26 @@ def cudnn(case: Case, plan: Plan) -> Program:
             attend(q, k, v, is_causal=not case.decode) for q, k, v in zip(qs, ks, vs, strict=True)
         ]
 
-    arguments = (
-        [queries(10_000 + 100 * i) for i in range(plan.launches)],
-        [cache(20_000 + 100 * i) for i in range(plan.caches)],
-        [cache(30_000 + 100 * i) for i in range(plan.caches)],
+    return Program.of(
+        call, plan, ([queries] * plan.launches, [cache] * plan.caches, [cache] * plan.caches)
     )
-    return repeated(call, plan, arguments)
 
 
-def race(case: Case, schedules: list[Schedule], *, rounds: int) -> list[dict]:
-    """One row a schedule; every cell is present."""
+def race(case: Case, options: argparse.Namespace, parent: Connection) -> None:
+    """In a process: builds a case's programs, says so, times them when told to, sends the rows."""
     plan = Plan.of(case)
-    programs = ours(case, plan, schedules) | {"cudnn": cudnn(case, plan)}
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for run, arguments in programs.values():
+    programs = ours(case, plan, candidates(case, every=options.all_schedules))
+    programs["cudnn"] = cudnn(case, plan)
+    parent.send("built")
+    parent.recv()
+    operands = {name: program.operands() for name, program in programs.items()}
+    runs = [(programs[name].run, operands[name], plan.launches) for name in programs]
+    for run, arguments, _ in runs:
         jax.block_until_ready(run(*arguments))
-    for _ in range(rounds):
-        found = device_times([(*program, plan.launches) for program in programs.values()])
-        for name, us in zip(programs, found, strict=True):
-            times[name].append(us)
-    peer = statistics.median(times["cudnn"])
-    return [make_row(case, name, times[name], peer) for name in programs if name != "cudnn"]
+    rounds = [device_times(runs) for _ in range(options.rounds)]
+    times = dict(zip(programs, zip(*rounds, strict=True), strict=True))
+    peer = statistics.median(times.pop("cudnn"))
+    parent.send([make_row(case, name, list(found), peer) for name, found in times.items()])
 
 
 def make_row(case: Case, schedule: str, times: list[float], peer: float) -> dict:
@@ -233,11 +252,6 @@ def make_row(case: Case, schedule: str, times: list[float], peer: float) -> dict
         schedule=schedule,
         rounds_us=[round(t, 2) for t in times],
     ) | {unit: round(reached, 3)}
-
-
-def driver_version() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 def candidates(case: Case, *, every: bool) -> list[Schedule]:
@@ -268,21 +282,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", default="")
     options = parser.parse_args()
+    names = options.cases.split(",")
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the card's memory
+    spawn = multiprocessing.get_context("spawn")
+    children: list[tuple[str, Connection]] = []
+    for case in (c for c in CASES if c.name in names):
+        here, there = spawn.Pipe()
+        spawn.Process(target=race, args=(case, options, there), daemon=True).start()
+        there.close()
+        children.append((case.name, here))
+    for name, child in children:
+        print(name, child.recv(), flush=True)
     rows: list[dict] = []
-    report = dict(
-        date=time.strftime("%Y-%m-%d"),
-        chip=jax.devices()[0].device_kind,
-        driver=driver_version(),
-        versions=dict(jax=jax.__version__, python=sys.version.split()[0]),
-        command=" ".join(sys.argv),
-        rows=rows,
-    )
-    for case in CASES:
-        if case.name not in options.cases.split(","):
-            continue
-        schedules = candidates(case, every=options.all_schedules)
-        rows += race(case, schedules, rounds=options.rounds)
-        for row in rows[-len(schedules) :]:
+    report = header(copy_bandwidth(), sys.argv) | dict(rows=rows)
+    for _, child in children:
+        child.send("go")
+        rows += child.recv()
+        for row in rows[-1:]:
             print({k: v for k, v in row.items() if k not in ("op", "rounds_us")}, flush=True)
         if options.json:
             with open(options.json, "w") as file:
