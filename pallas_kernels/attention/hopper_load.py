@@ -12,14 +12,13 @@ from .hopper_problem import I32, Cta, Item, block_range, count_rounds, key_phase
 def load_items(refs, cta: Cta):
     """Loads each item's queries, then its keys and values block by block, as room comes free.
 
-    refs = (q [T, Nkv, G, Dh], k and v pages [P, Nkv, Tp, Dh], tiles [N, 8], count [1],
-    page table [B, Mp]), all in global memory.
+    refs = (q [T, Nkv, G, Dh], k and v pages [P, Nkv, Tp, Dh], tiles [N, 8], page table
+    [B, Mp]), all in global memory.
     """
-    q_gmem, k_gmem, v_gmem, tiles_gmem, count_gmem, pages_gmem = refs
-    table = tiles_gmem, count_gmem
+    q_gmem, k_gmem, v_gmem, tiles_gmem, pages_gmem = refs
     mem, stages = cta.memory, cta.schedule.stages
     decode = cta.schedule.consumers == 1
-    first = read_item(table, I32(0), cta)
+    first = read_item(tiles_gmem, I32(0), cta)
 
     def load_item(turn, item, step):
         lo, hi = block_range(item, cta.problem)
@@ -65,11 +64,11 @@ def load_items(refs, cta: Cta):
     def load_turn(turn, carry):
         item, step = carry
         if decode:
-            following = read_item(table, turn + 1, cta)
+            following = read_item(tiles_gmem, turn + 1, cta)
             return following, load_item(turn, item, step)
-        return item, load_item(turn, read_item(table, turn, cta), step)
+        return item, load_item(turn, read_item(tiles_gmem, turn, cta), step)
 
-    rounds = count_rounds(table, cta)
+    rounds = count_rounds(tiles_gmem, cta)
     if decode:
         # Zero, but no compiler knows: so the item's loads and the count's are under way together,
         # where they would be moved behind the question whether there is an item.

@@ -213,17 +213,16 @@ class Item:
     split: jax.Array
 
 
-def read_item(table, turn, cta: Cta) -> Item:
+def read_item(tiles_gmem, turn, cta: Cta) -> Item:
     """This CTA's item of round `turn`; odd rounds run backwards to even out a falling list.
 
-    table = (tiles [N, 8], count [1]) in global memory. Behind the CTA's last round any item comes.
+    Behind the CTA's last round any item comes.
     """
-    tiles_gmem, count_gmem = table
     index = turn * cta.schedule.ctas + _place(turn, cta.schedule.ctas)
     heads, columns = I32(cta.problem.kv_heads), I32(cta.schedule.columns)
     part, index = lax.rem(index, columns), lax.div(index, columns)
     if cta.schedule.order == "heads":
-        count = count_gmem[0]
+        count = tiles_gmem[0, work.COUNT]
         head, tile = lax.div(index, count), lax.rem(index, count)
         # Every other head's tiles come shortest first, so that neighbours in the list are alike.
         tile = jnp.where(lax.rem(heads - head, I32(2)) == 0, count - 1 - tile, tile)
@@ -235,9 +234,9 @@ def read_item(table, turn, cta: Cta) -> Item:
     return Item(tile, head, part, *fields, split)
 
 
-def count_rounds(table, cta: Cta):
-    """How many items of the table (see `read_item`) this CTA has."""
-    items = table[1][0] * (cta.problem.kv_heads * cta.schedule.columns)
+def count_rounds(tiles_gmem, cta: Cta):
+    """How many items this CTA has."""
+    items = tiles_gmem[0, work.COUNT] * (cta.problem.kv_heads * cta.schedule.columns)
     ctas = I32(cta.schedule.ctas)
     full = lax.div(items, ctas)
     last = _place(full, cta.schedule.ctas) < lax.rem(items, ctas)

@@ -31,12 +31,12 @@ from .hopper_problem import I32, Cta, Item, block_range, count_rounds, read_item
 MULTIPLIER = 2  # the warpgroup behind the two of the softmax
 
 
-def score_items(refs, wg, cta: Cta):
+def score_items(tiles_gmem, wg, cta: Cta):
     """Warpgroup 0 or 1: p of every other block, counted over all items of the CTA."""
     mem = cta.memory
 
     def score_item(turn, step):
-        item = read_item(refs, turn, cta)
+        item = read_item(tiles_gmem, turn, cta)
         lo, hi = block_range(item, cta.problem)
         plain_start, plain_end = plain_blocks(item, lo, hi, I32(0), cta.problem)
         plgpu.barrier_wait(mem.q_loaded.at[0])
@@ -59,7 +59,7 @@ def score_items(refs, wg, cta: Cta):
         plgpu.barrier_arrive(mem.q_consumed)
         return step + hi - lo
 
-    steps = lax.fori_loop(I32(0), count_rounds(refs, cta), score_item, I32(0))
+    steps = lax.fori_loop(I32(0), count_rounds(tiles_gmem, cta), score_item, I32(0))
 
     # Every completed phase is seen before the barriers go.
     @pl.when((steps > 0) & (lax.rem(steps, I32(2)) == wg))

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 # Columns of the tile table.
-REQUEST, FIRST_ROW, BEGIN, END, POSITION, CONTEXT, SPLIT = range(7)
-FIELDS = 8  # columns, padded
+REQUEST, FIRST_ROW, BEGIN, END, POSITION, CONTEXT, SPLIT, COUNT = range(8)
 ALIGN = 8  # a tile starts at a multiple of this flat row: the tile of the shared-memory layout
 AT_ONCE = 8  # tiles that all run at once, in whatever order
 FEW = 512  # requests
@@ -16,7 +15,7 @@ def max_tiles(tokens: int, requests: int, tile_tokens: int) -> int:
     return min(tokens, (tokens + requests * (tile_tokens + ALIGN - 2)) // tile_tokens)
 
 
-def make_tiles(batch, *, tokens: int, tile_tokens: int) -> tuple[jax.Array, jax.Array]:
+def make_tiles(batch, *, tokens: int, tile_tokens: int) -> jax.Array:
     """Cuts each request's query tokens into tiles of at most `tile_tokens`, longest context first.
 
     Args:
@@ -27,9 +26,9 @@ def make_tiles(batch, *, tokens: int, tile_tokens: int) -> tuple[jax.Array, jax.
     Returns:
       tiles int32[N, 8], one row a tile: request, first flat row (a multiple of 8, perhaps before
       the request), the tile's rows [begin, end) that are the request's, position of row 0 (perhaps
-      negative), and how many keys the request has once the whole batch is in its pages. Tiles from
-      `count` on are empty.
-      count int32[1]: tiles in use.
+      negative), how many keys the request has once the whole batch is in its pages, a range of keys
+      (see `split_tiles`), and in every row how many tiles are in use. The others, behind them, are
+      empty.
 
     Invariance: only integers are added; the order of tiles decides when a query is computed, never
     how.
@@ -51,13 +50,14 @@ def make_tiles(batch, *, tokens: int, tile_tokens: int) -> tuple[jax.Array, jax.
     end = jnp.where(used, jnp.minimum(ends[request] - first, tile_tokens), 0)
     position = batch.positions[jnp.minimum(first + begin, tokens - 1)] - begin
     context = batch.positions[jnp.maximum(ends[request] - 1, 0)] + 1
-    empty = jnp.zeros_like(request)
-    table = jnp.stack([request, first, begin, end, position, context, empty, empty], axis=1)
+    split = jnp.zeros_like(request)
+    count = jnp.broadcast_to(jnp.sum(tiles_of, dtype=jnp.int32), request.shape)
+    table = jnp.stack([request, first, begin, end, position, context, split, count], axis=1)
     if number > AT_ONCE:
         # Longest first evens out the CTAs; empty tiles sort behind all others.
         order = jnp.argsort(jnp.where(used, -(position + end), 1), stable=True)
         table = table[order]
-    return table.astype(jnp.int32), jnp.sum(tiles_of, dtype=jnp.int32)[None]
+    return table.astype(jnp.int32)
 
 
 def _running_sum(counts: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ def _running_sum(counts: jax.Array) -> jax.Array:
 
 def split_tiles(
     tiles: jax.Array, *, kv_split: int, splits: int, window: int | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Repeats every tile for each range of `kv_split` keys in which one of its queries sees some.
 
     Args:
@@ -81,8 +81,9 @@ def split_tiles(
       window: keys a query sees, or None.
 
     Returns:
-      table int32 [N * splits, 8] with the range in column SPLIT, those in use first, count int32
-      [1] of them, and places int32 [N, splits], where in the table tile n's range s stands.
+      table int32 [N * splits, 8] with the range in column SPLIT, those in use first and their
+      number in column COUNT, and places int32 [N, splits], where in the table tile n's range s
+      stands.
     """
     number = tiles.shape[0]
     split = jnp.arange(splits, dtype=jnp.int32)[None, :]
@@ -94,8 +95,8 @@ def split_tiles(
     order = jnp.argsort(jnp.logical_not(used).reshape(-1), stable=True)
     ascending = jnp.arange(number * splits, dtype=jnp.int32)
     places = jnp.zeros_like(ascending).at[order].set(ascending, unique_indices=True)
-    count = jnp.sum(used, dtype=jnp.int32)[None]
-    return table[order], count, places.reshape(number, splits)
+    table = table[order].at[:, COUNT].set(jnp.sum(used, dtype=jnp.int32))
+    return table, places.reshape(number, splits)
 
 
 def token_places(tiles: jax.Array, *, tokens: int) -> tuple[jax.Array, jax.Array]:

@@ -60,47 +60,47 @@ CONSUMER_REGISTERS = 232  # two consumer warpgroups and a loader share 65,536 re
 LOADER_REGISTERS = 40
 
 
-def compute_items(refs, outs, cta: Cta):
+def compute_items(tiles_gmem, outs, cta: Cta):
     """A consumer warpgroup: its 64 rows of each item."""
     wg = lax.axis_index("wg")
     if cta.schedule.overlap == "blocks":
-        pl.when(wg < MULTIPLIER)(lambda: score_items(refs, wg, cta))
-        pl.when(wg == MULTIPLIER)(lambda: finish_items(refs, outs, I32(0), multiply_item, cta))
+        pl.when(wg < MULTIPLIER)(lambda: score_items(tiles_gmem, wg, cta))
+        pl.when(wg == MULTIPLIER)(
+            lambda: finish_items(tiles_gmem, outs, I32(0), multiply_item, cta)
+        )
         return
     pl.when(wg == 1)(lambda: pass_turn(wg, cta))  # warpgroup 0 goes first
-    finish_items(refs, outs, wg, attend_item, cta)
+    finish_items(tiles_gmem, outs, wg, attend_item, cta)
     pl.when(wg == 0)(lambda: await_turn(wg, cta))
 
 
-def finish_items(refs, outs, wg, attend, cta: Cta):
+def finish_items(tiles_gmem, outs, wg, attend, cta: Cta):
     """Attends each item and writes its outputs."""
 
     def finish_item(turn, step):
-        item = read_item(refs, turn, cta)
+        item = read_item(tiles_gmem, turn, cta)
         (acc, m, total), step = attend(item, step, wg, cta)
         o = own_rows(acc, cta) * rows_to_tile(1.0 / total, cta.columns, layout=cta.tile)
         o = o.astype(cta.problem.out_dtype)
         store_rows(outs, item, wg, o, (m + jnp.log2(total)) * LN_2, cta)
         return step
 
-    lax.fori_loop(I32(0), count_rounds(refs, cta), finish_item, I32(0))
+    lax.fori_loop(I32(0), count_rounds(tiles_gmem, cta), finish_item, I32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
-def for_fitting(count_gmem, ctas: list[Cta], call):
+def for_fitting(tiles_gmem, ctas: list[Cta], call):
     """Calls call(n), n the last of ctas whose items all find a CTA of the grid, or else 0."""
     if len(ctas) == 1:
         call(0)
         return
     most = ctas[1].schedule
-    few = count_gmem[0] * (ctas[1].problem.kv_heads * most.columns) <= most.ctas
+    few = tiles_gmem[0, work.COUNT] * (ctas[1].problem.kv_heads * most.columns) <= most.ctas
     pl.when(few)(lambda: call(1))
     pl.when(jnp.logical_not(few))(lambda: call(0))
 
 
-def launch(
-    q, k_pages, v_pages, tiles, count, page_table, problem: Problem, schedule: Schedule, splits=1
-):
+def launch(q, k_pages, v_pages, tiles, page_table, problem: Problem, schedule: Schedule, splits=1):
     """Runs the kernel: o like q [T, Nkv, G, Dh], lse float32 [tiles, Nkv, consumers, 64].
 
     With split keys o is float32 [splits, T, Nkv, G, LINE or more].
@@ -109,22 +109,22 @@ def launch(
     schedule = dataclasses.replace(schedule, ctas=min(schedule.ctas, items))
     two = schedule.consumers > 1  # one consumer and the loader fit without trading registers
 
-    def attention_hopper_kernel(q, k, v, tiles, count, pages, o, lse, **scratch):
+    def attention_hopper_kernel(q, k, v, tiles, pages, o, lse, **scratch):
         ctas = make_ctas(problem, schedule, scratch)
-        table, wg = (tiles, count), lax.axis_index("wg")
+        wg = lax.axis_index("wg")
 
         @pl.when(wg < schedule.computing)
         def _consume():
             if two:
                 plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            for_fitting(count, ctas, lambda n: compute_items(table, (o, lse), ctas[n]))
+            for_fitting(tiles, ctas, lambda n: compute_items(tiles, (o, lse), ctas[n]))
 
         @pl.when(wg == schedule.computing)
         def _load():
             if two:
                 plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-            refs = q, k, v, tiles, count, pages
-            for_fitting(count, ctas, lambda n: load_items(refs, ctas[n]))
+            refs = q, k, v, tiles, pages
+            for_fitting(tiles, ctas, lambda n: load_items(refs, ctas[n]))
 
     rows = Cta(problem, schedule, types.SimpleNamespace()).rows
     lse_shape = (tiles.shape[0], problem.kv_heads, schedule.consumers, rows)
@@ -145,7 +145,7 @@ def launch(
         num_threads=schedule.computing + 1,
         thread_name="wg",
         interpret=problem.interpret,
-    )(q, k_pages, v_pages, tiles, count, page_table)
+    )(q, k_pages, v_pages, tiles, page_table)
 
 
 @functools.partial(
@@ -220,7 +220,7 @@ def attention_hopper(
     if (needed := shared_bytes(problem, schedule)) > SHARED_BYTES:
         raise ValueError(f"{schedule} needs {needed} bytes of shared memory, over {SHARED_BYTES}")
     tile_tokens = 8 if schedule.half_rows else warpgroup_tokens(group) * schedule.consumers
-    tiles, count = work.make_tiles(batch, tokens=tokens, tile_tokens=tile_tokens)
+    tiles = work.make_tiles(batch, tokens=tokens, tile_tokens=tile_tokens)
     if padded != tokens:
         q = jnp.pad(q, ((0, padded - tokens), (0, 0), (0, 0), (0, 0)))
     if kv_split is not None:
@@ -237,7 +237,7 @@ def attention_hopper(
             out_dtype=jnp.dtype(out_dtype or q.dtype),
             interpret=interpret,
         )
-    o, lse_tiles = launch(q, k_pages, v_pages, tiles, count, batch.page_table, problem, schedule)
+    o, lse_tiles = launch(q, k_pages, v_pages, tiles, batch.page_table, problem, schedule)
     return o[:tokens], _untile_lse(lse_tiles, tiles, tokens, problem, schedule)
 
 
@@ -253,12 +253,10 @@ def _in_ranges(
     """o float32 [splits, T, Nkv, G, width] and lse [splits, T, Nkv, G] of every range of keys."""
     assert problem.kv_split is not None
     splits = -(-batch.page_table.shape[1] * problem.page_size // problem.kv_split)
-    table, count, places = work.split_tiles(
+    table, places = work.split_tiles(
         tiles, kv_split=problem.kv_split, splits=splits, window=problem.window
     )
-    o, lse_tiles = launch(
-        q, k_pages, v_pages, table, count, batch.page_table, problem, schedule, splits
-    )
+    o, lse_tiles = launch(q, k_pages, v_pages, table, batch.page_table, problem, schedule, splits)
     tokens = batch.positions.shape[0]
     lse = [
         _untile_lse(lse_tiles[places[:, s]], tiles, tokens, problem, schedule)

@@ -294,11 +294,13 @@ def test_ranges_of_a_tile():
         window: work.split_tiles(tiles, kv_split=128, splits=3, window=window)
         for window in (None, 120)
     }
-    table, count, places = (np.asarray(a) for a in found[None])
+    table, places = (np.asarray(a) for a in found[None])
+    count = table[:, work.COUNT]
     used = [(r, s) for r, s in zip(table[:, work.REQUEST], table[:, work.SPLIT], strict=True)]
     assert count[0] == 4 and used[:4] == [(0, 0), (0, 1), (0, 2), (1, 0)]
     assert places[0].tolist() == [0, 1, 2] and places[1, 0] == 3
-    table, count, _ = (np.asarray(a) for a in found[120])
+    table = np.asarray(found[120][0])
+    count = table[:, work.COUNT]
     assert count[0] == 3 and table[:3, work.SPLIT].tolist() == [1, 2, 0]
 
 
@@ -355,8 +357,8 @@ def test_tiles_cover_every_token_once(tile_tokens, rows, few, monkeypatch):
             page_table=jnp.zeros((REQUESTS, 1), jnp.int32),
             num_tokens=jnp.int32(tokens),
         )
-        tiles, count = (np.asarray(x) for x in cut(batch))
-        count = int(count[0])
+        tiles = np.asarray(cut(batch))
+        count = int(tiles[0, work.COUNT])
         assert count <= tiles.shape[0], trial
         seen = np.zeros(tokens, int)
         for request, first, begin, end, position, context, *_ in tiles[:count]:
