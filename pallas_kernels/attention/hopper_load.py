@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import hopper_work as work
-from .hopper_problem import I32, Cta, Item, block_range, count_rounds, key_phase, read_item
+from .hopper_problem import I32, PAIR, Cta, Item, block_range, count_rounds, key_phase, read_item
 
 
 def load_items(refs, cta: Cta):
@@ -114,6 +114,8 @@ def find_pages(pages_gmem, item: Item, block, cta: Cta):
 
 def load_pages(source, pages, target, loaded, columns, item: Item, cta: Cta):
     """Copies one KV block's keys or values, all columns or a slice of them."""
+    # Keys, and whole rows of values, are the same for both CTAs of a pair.
+    shared = PAIR if cta.schedule.pairs and columns is None else None
     rows = cta.problem.rows_a_copy
     for i, (page, row) in enumerate(pages):
         place = source.at[page, item.head]
@@ -121,4 +123,6 @@ def load_pages(source, pages, target, loaded, columns, item: Item, cta: Cta):
             place = place.at[pl.ds(pl.multiple_of(row, rows), rows)]
         if columns is not None:
             place = place.at[:, columns]
-        plgpu.copy_gmem_to_smem(place, target.at[pl.ds(i * rows, rows)], loaded)
+        plgpu.copy_gmem_to_smem(
+            place, target.at[pl.ds(i * rows, rows)], loaded, collective_axes=shared
+        )

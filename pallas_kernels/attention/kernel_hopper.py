@@ -42,6 +42,7 @@ from .hopper_load import load_items
 from .hopper_math import LN_2, rows_to_tile
 from .hopper_problem import (
     I32,
+    PAIR,
     Cta,
     Problem,
     count_rounds,
@@ -140,8 +141,10 @@ def launch(q, k_pages, v_pages, tiles, page_table, problem: Problem, schedule: S
         out_type=out_type,
         scratch_types=scratch_types(problem, schedule),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        grid=(schedule.ctas,),
+        grid=(schedule.ctas // (2 if schedule.pairs else 1),),
         grid_names=("cta",),
+        cluster=(2,) if schedule.pairs else (),
+        cluster_names=(PAIR,) if schedule.pairs else (),
         num_threads=schedule.computing + 1,
         thread_name="wg",
         interpret=problem.interpret,

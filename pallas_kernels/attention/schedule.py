@@ -34,6 +34,8 @@ class Schedule:
         these parts all find a CTA; None: never.
       order: of the work list. "tiles": a tile's KV heads one after the other; "heads": a KV head's
         tiles, so that fewer keys and values are in use at a time and stay in the L2 cache.
+      pairs: two CTAs with parts of the same columns are a cluster that loads its keys once, each
+        half of every block for both.
     """
 
     consumers: int = 2
@@ -44,6 +46,7 @@ class Schedule:
     columns: int = 1
     most_columns: int | None = None
     order: str = "tiles"
+    pairs: bool = False
 
     def __post_init__(self):
         if self.consumers not in (1, 2):
@@ -56,6 +59,8 @@ class Schedule:
             raise ValueError(f"overlap='blocks' needs consumers=1, got {self.consumers}")
         if self.most_columns not in (None, 2, 4):
             raise ValueError(f"most_columns={self.most_columns} must be None, 2 or 4")
+        if self.pairs and (self.columns == 1 or self.consumers != 1 or self.ctas % 2):
+            raise ValueError("pairs needs parts of the columns and an even number of CTAs")
         if self.order not in ("tiles", "heads"):
             raise ValueError(f"order={self.order!r} must be 'tiles' or 'heads'")
         if self.ctas < 1:
