@@ -18,34 +18,42 @@ def load_items(refs, cta: Cta):
     q_gmem, k_gmem, v_gmem, tiles_gmem, pages_gmem = refs
     mem, stages = cta.memory, cta.schedule.stages
     decode = cta.schedule.consumers == 1
+    keys_first = cta.schedule.overlap == "blocks"  # values are met a softmax later
     first = read_item(tiles_gmem, I32(0), cta)
 
     def load_item(turn, item, step):
         lo, hi = block_range(item, cta.problem)
 
+        def load(step, pages, *, keys: bool):
+            slot = lax.rem(step, I32(stages))
+            consumed = (mem.k_consumed if keys else mem.v_consumed).at[slot]
+            pl.when(step >= stages)(lambda: plgpu.barrier_wait(consumed))
+            if keys:
+                loaded = mem.k_loaded.at[key_phase(step, cta)]
+                load_pages(k_gmem, pages, mem.k_smem.at[slot], loaded, None, item, cta)
+                return
+            columns = None
+            if cta.schedule.columns > 1:
+                start = pl.multiple_of(item.part * cta.columns, cta.columns)
+                columns = pl.ds(start, cta.columns)
+            target, loaded = mem.v_smem.at[slot], mem.v_loaded.at[slot]
+            load_pages(v_gmem, pages, target, loaded, columns, item, cta)
+
         def load_block(block, carry):
             step, pages = carry
-            slot = lax.rem(step, I32(stages))
             # Read before waiting for the slot, for decode a block ahead.
             here = pages if decode else find_pages(pages_gmem, item, block, cta)
             pages = find_pages(pages_gmem, item, block + 1, cta) if decode else pages
-            for source, target, loaded, consumed in (
-                (k_gmem, mem.k_smem, mem.k_loaded.at[key_phase(step, cta)], mem.k_consumed),
-                (v_gmem, mem.v_smem, mem.v_loaded.at[slot], mem.v_consumed),
-            ):
-
-                @pl.when(step >= stages)
-                def _(consumed=consumed):
-                    plgpu.barrier_wait(consumed.at[slot])
-
-                columns = None
-                if source is v_gmem and cta.schedule.columns > 1:
-                    start = pl.multiple_of(item.part * cta.columns, cta.columns)
-                    columns = pl.ds(start, cta.columns)
-                load_pages(source, here, target.at[slot], loaded, columns, item, cta)
+            if keys_first:
+                pl.when(block + 1 < hi)(lambda: load(step + 1, pages, keys=True))
+            else:
+                load(step, here, keys=True)
+            load(step, here, keys=False)
             return step + 1, pages
 
         rest, carry = lo, (step, find_pages(pages_gmem, item, lo, cta) if decode else ())
+        if keys_first:
+            load(step, carry[1], keys=True)
         if decode:
             # A later item's first blocks come before its queries, whose room is taken until the
             # item before is nearly done, so that the memory never idles between items. One slot

@@ -113,8 +113,14 @@ def schedule_for(
     """
     if tokens <= 2 * requests:  # decode: a tile holds a token or two, a second warpgroup would idle
         return _decode_schedule(tokens * kv_heads, group=group, head_dim=head_dim, ctas=ctas)
-    overlap = "scores" if tokens >= LONG * requests else "turns"
-    return Schedule(consumers=2, stages=2 if head_dim == 128 else 4, overlap=overlap, ctas=ctas)
+    long = tokens >= LONG * requests
+    return Schedule(
+        consumers=2,
+        stages=2 if head_dim == 128 else 4,
+        overlap="scores" if long else "turns",
+        order="heads" if long else "tiles",
+        ctas=ctas,
+    )
 
 
 def _decode_schedule(items: int, *, group: int, head_dim: int, ctas: int) -> Schedule:

@@ -5,6 +5,7 @@ bits, and it accepts what does not compile, hence the lowering tests.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -118,7 +119,9 @@ def check(got, want):
     assert np.abs(lse - true_lse).max() < 1e-5
 
 
-HALF = dict(consumers=1, overlap="scores", half_rows=True)
+HALF: dict[str, Any] = dict(consumers=1, overlap="scores", half_rows=True)
+BLOCKS: dict[str, Any] = HALF | dict(overlap="blocks", stages=3)
+ONE_OF_TWO = Step(queries=(1,), contexts=(300,), rows=2, group=3, head_dim=128)
 MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
 
 
@@ -136,11 +139,22 @@ MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
                      Schedule(**HALF, columns=2, ctas=3), 200, marks=pytest.mark.slow),
         pytest.param(Step(queries=(1, 1), contexts=(140, 130), rows=2, group=1, kv_heads=2),
                      Schedule(**HALF, ctas=2), None, marks=pytest.mark.slow),
+        (Step(queries=(1, 1), contexts=(550, 64), rows=2, group=3, dtype="float16"),
+         Schedule(**BLOCKS, columns=2, ctas=2, pairs=True), None),
+        pytest.param(Step(queries=(1, 2, 1), contexts=(300, 140, 520), rows=4),
+                     Schedule(**BLOCKS, ctas=2), 200, marks=pytest.mark.slow),
+        pytest.param(ONE_OF_TWO, Schedule(**BLOCKS, columns=2, most_columns=4, ctas=4), None,
+                     marks=pytest.mark.slow),
+        pytest.param(ONE_OF_TWO, Schedule(**BLOCKS, columns=2, most_columns=4, ctas=2), None,
+                     marks=pytest.mark.slow),
+        pytest.param(Step(queries=(20, 40), contexts=(150, 41), rows=64, kv_heads=2),
+                     Schedule(ctas=3, order="heads"), None, marks=pytest.mark.slow),
         pytest.param(Step(queries=(1, 18), contexts=(129, 18), rows=24, group=8, page=128),
                      Schedule(consumers=2, ctas=1), None, marks=pytest.mark.slow),
     ],
     ids=["two_warpgroups", "overlap_scores", "window", "half_rows", "decode_group_3",
-         "half_rows_window", "half_rows_group_1", "page_of_128"],
+         "half_rows_window", "half_rows_group_1", "blocks_in_pairs", "blocks_window",
+         "most_columns", "columns", "by_heads", "page_of_128"],
 )  # fmt: skip
 def test_interpreted_kernel_attends(step, schedule, window):
     check(*interpreted(step, schedule, window=window))
@@ -162,14 +176,21 @@ def test_ranges_of_keys_are_merged(step, schedule, window):
 
 def has_races(overlap: str) -> bool:
     attention_hopper.clear_cache()
-    step = Step(queries=(20, 1), contexts=(150, 129), rows=24)
+    if overlap == "blocks":
+        step, schedule = (
+            Step(queries=(1, 1), contexts=(290, 129), rows=8),
+            Schedule(**BLOCKS, ctas=1),
+        )
+    else:
+        step = Step(queries=(20, 1), contexts=(150, 129), rows=24)
+        schedule = Schedule(overlap=overlap, ctas=1)
     watch = plgpu.InterpretGPUParams(detect_races=True)
-    check(*interpreted(step, Schedule(overlap=overlap, ctas=1), interpret=watch))
+    check(*interpreted(step, schedule, interpret=watch))
     return interpreter.get_races().races_found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["turns", "scores"])
+@pytest.mark.parametrize("overlap", ["turns", "scores", "blocks"])
 def test_no_races(overlap):
     assert not has_races(overlap)
 
@@ -386,6 +407,14 @@ def test_schedule_says_what_is_wrong():
         Schedule(half_rows=True)
     with pytest.raises(ValueError, match="columns=3"):
         Schedule(columns=3)
+    with pytest.raises(ValueError, match="most_columns=3"):
+        Schedule(most_columns=3)
+    with pytest.raises(ValueError, match="order='pages'"):
+        Schedule(order="pages")
+    with pytest.raises(ValueError, match="'blocks' needs consumers=1"):
+        Schedule(overlap="blocks")
+    with pytest.raises(ValueError, match="pairs needs"):
+        Schedule(**BLOCKS, pairs=True)
     assert [warpgroup_tokens(g) for g in range(1, 9)] == [64, 32, 16, 16, 8, 8, 8, 8]
 
 
@@ -395,9 +424,14 @@ def test_few_rows_are_shared_by_more_ctas():
             tokens=tokens, requests=tokens, kv_heads=kv_heads, group=group, head_dim=head_dim
         )
         assert chosen.consumers == 1 and chosen.half_rows == (group <= 4)
-        return chosen.columns
+        assert (chosen.overlap == "blocks") == (chosen.columns > 1)
+        return chosen.columns, chosen.most_columns
 
-    assert [columns(n) for n in (1, 4, 8, 16, 256)] == [4, 4, 2, 1, 1]
-    assert columns(1, group=8) == 1 and columns(1, head_dim=64, kv_heads=3) == 2
+    found = [columns(n) for n in (1, 4, 8, 16, 256)]
+    assert found == [(4, None), (4, None), (2, 4), (1, None), (1, None)]
+    assert columns(1, group=8) == (1, None) and columns(1, head_dim=64, kv_heads=3) == (2, None)
     prefill = schedule_for(tokens=512, requests=8, kv_heads=8, group=4, head_dim=128)
     assert prefill.consumers == 2 and prefill.columns == 1 and not prefill.half_rows
+    assert (prefill.overlap, prefill.order) == ("turns", "tiles")
+    long = schedule_for(tokens=32_768, requests=1, kv_heads=8, group=4, head_dim=128)
+    assert (long.overlap, long.order) == ("scores", "heads")
