@@ -16,12 +16,10 @@ import argparse
 import dataclasses
 import functools
 import json
-import multiprocessing
-import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
@@ -29,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from device_timing import copy_bandwidth, device_times, header
 
+from bi_jax import flags
 from bi_jax.pallas_kernels.attention.kernel_hopper import attention_hopper, attention_hopper_op
 from bi_jax.pallas_kernels.attention.schedule import Schedule, schedule_for
 from bi_jax.pallas_kernels.attention.topology import AttentionTopology
@@ -217,13 +216,13 @@ def cudnn(case: Case, plan: Plan) -> Program:
     )
 
 
-def race(case: Case, options: argparse.Namespace, parent: Connection) -> None:
-    """In a process: builds a case's programs, says so, times them when told to, sends the rows."""
+def race(case: Case, options: argparse.Namespace) -> None:
+    """Builds a case's programs, says so, times them when told to, prints the rows."""
     plan = Plan.of(case)
     programs = ours(case, plan, candidates(case, every=options.all_schedules))
     programs["cudnn"] = cudnn(case, plan)
-    parent.send("built")
-    parent.recv()
+    print("built", flush=True)
+    sys.stdin.readline()
     operands = {name: program.operands() for name, program in programs.items()}
     runs = [(programs[name].run, operands[name], plan.launches) for name in programs]
     for run, arguments, _ in runs:
@@ -231,7 +230,29 @@ def race(case: Case, options: argparse.Namespace, parent: Connection) -> None:
     rounds = [device_times(runs) for _ in range(options.rounds)]
     times = dict(zip(programs, zip(*rounds, strict=True), strict=True))
     peer = statistics.median(times.pop("cudnn"))
-    parent.send([make_row(case, name, list(found), peer) for name, found in times.items()])
+    rows = [make_row(case, name, list(found), peer) for name, found in times.items()]
+    print(json.dumps(rows), flush=True)
+
+
+def start(case: Case) -> subprocess.Popen:
+    """A process of this script for one case."""
+    command = [*flags.words_for_cards([0]), sys.executable, *sys.argv, "--one", case.name]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def say(child: subprocess.Popen) -> None:
+    assert child.stdin is not None
+    child.stdin.write("go\n")
+    child.stdin.flush()
+
+
+def hear(child: subprocess.Popen) -> str:
+    """A line of a child's."""
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{child.args} ended with {child.wait()}")
+    return line
 
 
 def make_row(case: Case, schedule: str, times: list[float], peer: float) -> dict:
@@ -281,29 +302,30 @@ def main() -> int:
     parser.add_argument("--all-schedules", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", default="")
+    parser.add_argument("--one", default="", help="for the processes that this starts")
     options = parser.parse_args()
+    if options.one:
+        race(next(c for c in CASES if c.name == options.one), options)
+        return 0
     names = options.cases.split(",")
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the card's memory
-    spawn = multiprocessing.get_context("spawn")
-    children: list[tuple[str, Connection]] = []
-    for case in (c for c in CASES if c.name in names):
-        here, there = spawn.Pipe()
-        spawn.Process(target=race, args=(case, options, there), daemon=True).start()
-        there.close()
-        children.append((case.name, here))
-    for name, child in children:
-        print(name, child.recv(), flush=True)
+    children = {case.name: start(case) for case in CASES if case.name in names}
+    for child in children.values():
+        hear(child)
     rows: list[dict] = []
-    report = header(copy_bandwidth(), sys.argv) | dict(rows=rows)
-    for _, child in children:
-        child.send("go")
-        rows += child.recv()
-        for row in rows[-1:]:
-            print({k: v for k, v in row.items() if k not in ("op", "rounds_us")}, flush=True)
-        if options.json:
-            with open(options.json, "w") as file:
-                json.dump(report, file, indent=1)
+    for child in children.values():
+        say(child)
+        rows += json.loads(hear(child))
+        child.wait()
+        print({k: v for k, v in rows[-1].items() if k not in ("op", "rounds_us")}, flush=True)
+        write(options.json, dict(rows=rows))
+    write(options.json, header(copy_bandwidth(), sys.argv) | dict(rows=rows))
     return 0
+
+
+def write(path: str, report: dict) -> None:
+    if path:
+        with open(path, "w") as file:
+            json.dump(report, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax._src.lib.mlir.dialects import llvm, nvvm
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import mma_utils
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray, optimization_barrier
 from jax.extend.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jax.extend.mlir.dialects import arith
 
 from .hopper_math import TILE
 
