@@ -18,7 +18,6 @@ def load_items(refs, cta: Cta):
     q_gmem, k_gmem, v_gmem, tiles_gmem, pages_gmem = refs
     mem, stages = cta.memory, cta.schedule.stages
     decode = cta.schedule.consumers == 1
-    keys_first = cta.schedule.overlap == "blocks"  # values are met a softmax later
     first = read_item(tiles_gmem, I32(0), cta)
 
     def load_item(turn, item, step):
@@ -44,16 +43,11 @@ def load_items(refs, cta: Cta):
             # Read before waiting for the slot, for decode a block ahead.
             here = pages if decode else find_pages(pages_gmem, item, block, cta)
             pages = find_pages(pages_gmem, item, block + 1, cta) if decode else pages
-            if keys_first:
-                pl.when(block + 1 < hi)(lambda: load(step + 1, pages, keys=True))
-            else:
-                load(step, here, keys=True)
+            load(step, here, keys=True)
             load(step, here, keys=False)
             return step + 1, pages
 
         rest, carry = lo, (step, find_pages(pages_gmem, item, lo, cta) if decode else ())
-        if keys_first:
-            load(step, carry[1], keys=True)
         if decode:
             # A later item's first blocks come before its queries, whose room is taken until the
             # item before is nearly done, so that the memory never idles between items. One slot

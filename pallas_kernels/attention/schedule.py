@@ -9,7 +9,7 @@ import dataclasses
 
 WARPGROUP_ROWS = 64  # query rows of one consumer warpgroup: the m of the wgmma instruction
 MOST_HALF = 4  # query heads a KV head that have a warp each, its first eight rows for tokens
-LONG = 16_384  # query tokens a request from which "scores" beat "turns" on an H200
+LONG = 16_384  # query tokens a request from which the L2 cache is too small for all KV heads
 SHARED_BYTES = 232_448  # shared memory that one CTA may use on sm90
 
 
@@ -117,7 +117,7 @@ def schedule_for(
     return Schedule(
         consumers=2,
         stages=2 if head_dim == 128 else 4,
-        overlap="scores" if long else "turns",
+        overlap="turns",
         order="heads" if long else "tiles",
         ctas=ctas,
     )

@@ -434,4 +434,4 @@ def test_few_rows_are_shared_by_more_ctas():
     assert prefill.consumers == 2 and prefill.columns == 1 and not prefill.half_rows
     assert (prefill.overlap, prefill.order) == ("turns", "tiles")
     long = schedule_for(tokens=32_768, requests=1, kv_heads=8, group=4, head_dim=128)
-    assert (long.overlap, long.order) == ("scores", "heads")
+    assert (long.overlap, long.order) == ("turns", "heads")
