@@ -152,7 +152,7 @@ MANY = 1 << 30  # rows
 # (N, K, parts): (rows up to, schedule). Measured on an H200; from `scripts/tune_matmul.py table`.
 TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
     (6144, 4096, 1): (
-        (32, Schedule(tile_m=64, tile_n=48, tile_k=128, stages=7, cluster_n=2)),
+        (8, Schedule(tile_m=64, tile_n=48, tile_k=128, stages=7, cluster_n=2)),
         (64, Schedule(tile_m=64, tile_n=48, tile_k=128, stages=7)),
         (128, Schedule(tile_m=64, tile_n=96, tile_k=128, stages=5)),
         (256, Schedule(tile_m=64, tile_n=192, stages=6, weights_first=True)),
@@ -164,7 +164,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
     (4096, 4096, 1): (
         (16, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
         (32, Schedule(tile_m=32, tile_n=64, tile_k=128, stages=9, swap=True, split="n")),
-        (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
+        (64, Schedule(tile_m=32, tile_n=64, tile_k=128, stages=9, swap=True, split="n")),
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
         (256, Schedule(tile_m=64, tile_n=128, stages=8, weights_first=True)),
         (272, _swapped(136, 64, 1, stages=8)),
@@ -184,9 +184,8 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
     ),
     (4096, 14336, 1): (
         (8, Schedule(tile_m=8, tile_n=64, tile_k=256, stages=6, swap=True, split="n")),
-        (16, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
-        (32, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8, cluster_n=2)),
-        (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
+        (32, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
+        (64, Schedule(tile_m=32, tile_n=64, tile_k=128, stages=9, swap=True, split="n")),
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
         (256, Schedule(tile_m=64, tile_n=128, stages=8, weights_first=True)),
         (272, _swapped(136, 64, 1, stages=8)),
@@ -206,9 +205,8 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
     ),
     (4096, 12288, 1): (
         (8, Schedule(tile_m=8, tile_n=64, tile_k=256, stages=6, swap=True, split="n")),
-        (16, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
-        (32, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8, cluster_n=2)),
-        (64, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
+        (32, Schedule(tile_m=64, tile_n=32, tile_k=128, stages=8)),
+        (64, Schedule(tile_m=32, tile_n=64, tile_k=128, stages=9, swap=True, split="n")),
         (128, Schedule(tile_m=64, tile_n=64, tile_k=128, stages=6)),
         (256, Schedule(tile_m=64, tile_n=128, stages=8, weights_first=True)),
         (272, _swapped(136, 64, 1, stages=8)),
@@ -229,8 +227,7 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
     ),
     (14336, 4096, 2): (
         (64, Schedule(tile_m=64, tile_n=64, tile_k=128, cluster_n=2)),
-        (128, Schedule(tile_m=128, tile_n=112, warpgroups=2)),
-        (256, Schedule(tile_m=128, tile_n=112, warpgroups=2, inflight=0, weights_first=True)),
+        (256, Schedule(tile_m=128, tile_n=112, warpgroups=2)),
         (272, _swapped(136, 128, 2, stages=3, inflight=0)),
         (512, Schedule(tile_m=128, tile_n=96, warpgroups=2, split="turns")),
         (1024, Schedule(tile_m=128, tile_n=128, warpgroups=2)),
