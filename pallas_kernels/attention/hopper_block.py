@@ -199,20 +199,9 @@ def softmax_under_scores(s, state, step, wg, cta: Cta):
 
     Returns (p, state, next scores).
     """
-
-    def from_zeros(s_ref):
-        plgpu.barrier_wait(cta.memory.k_loaded.at[key_phase(step + 1, cta)])
-        keys = cta.memory.k_smem.at[slot_of(step + 1, cta)]
-        plgpu.wgmma(s_ref, cta.memory.q_smem.at[wg], keys.transpose((1, 0)))
-        return *softmax_step(s, state, cta), s_ref[...]
-
-    if cta.schedule.consumers > 1:  # faster than the product that needs no zeros, at 32k by 6 %
-        shape = (WARPGROUP_ROWS, cta.problem.kv_block)
-        p, new_state, scores = pl.run_scoped(from_zeros, plgpu.ACC(shape, jnp.float32))
-    else:
-        scores = start_scores(step + 1, wg, cta)
-        p, new_state = softmax_step(s, state, cta)
-        scores = awaited(scores, interpret=cta.interpret)
+    scores = start_scores(step + 1, wg, cta)
+    p, new_state = softmax_step(s, state, cta)
+    scores = awaited(scores, interpret=cta.interpret)
     plgpu.barrier_arrive(cta.memory.k_consumed.at[slot_of(step + 1, cta)])
     return p, new_state, scores
 

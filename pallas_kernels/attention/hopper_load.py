@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import hopper_work as work
-from .hopper_problem import I32, PAIR, Cta, Item, block_range, count_rounds, key_phase, read_item
+from .hopper_problem import I32, Cta, Item, block_range, count_rounds, key_phase, read_item
 
 
 def load_items(refs, cta: Cta):
@@ -18,6 +18,7 @@ def load_items(refs, cta: Cta):
     q_gmem, k_gmem, v_gmem, tiles_gmem, pages_gmem = refs
     mem, stages = cta.memory, cta.schedule.stages
     decode = cta.schedule.consumers == 1
+    keys_first = cta.schedule.overlap == "blocks"  # values are met a softmax later
     first = read_item(tiles_gmem, I32(0), cta)
 
     def load_item(turn, item, step):
@@ -43,11 +44,16 @@ def load_items(refs, cta: Cta):
             # Read before waiting for the slot, for decode a block ahead.
             here = pages if decode else find_pages(pages_gmem, item, block, cta)
             pages = find_pages(pages_gmem, item, block + 1, cta) if decode else pages
-            load(step, here, keys=True)
+            if keys_first:
+                pl.when(block + 1 < hi)(lambda: load(step + 1, pages, keys=True))
+            else:
+                load(step, here, keys=True)
             load(step, here, keys=False)
             return step + 1, pages
 
         rest, carry = lo, (step, find_pages(pages_gmem, item, lo, cta) if decode else ())
+        if keys_first:
+            load(step, carry[1], keys=True)
         if decode:
             # A later item's first blocks come before its queries, whose room is taken until the
             # item before is nearly done, so that the memory never idles between items. One slot
@@ -116,8 +122,6 @@ def find_pages(pages_gmem, item: Item, block, cta: Cta):
 
 def load_pages(source, pages, target, loaded, columns, item: Item, cta: Cta):
     """Copies one KV block's keys or values, all columns or a slice of them."""
-    # Keys, and whole rows of values, are the same for both CTAs of a pair.
-    shared = PAIR if cta.schedule.pairs and columns is None else None
     rows = cta.problem.rows_a_copy
     for i, (page, row) in enumerate(pages):
         place = source.at[page, item.head]
@@ -125,6 +129,4 @@ def load_pages(source, pages, target, loaded, columns, item: Item, cta: Cta):
             place = place.at[pl.ds(pl.multiple_of(row, rows), rows)]
         if columns is not None:
             place = place.at[:, columns]
-        plgpu.copy_gmem_to_smem(
-            place, target.at[pl.ds(i * rows, rows)], loaded, collective_axes=shared
-        )
+        plgpu.copy_gmem_to_smem(place, target.at[pl.ds(i * rows, rows)], loaded)

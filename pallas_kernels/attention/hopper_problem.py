@@ -1,7 +1,6 @@
 """What a launch of the Hopper attention kernel works on: static facts, memory, items."""
 
 import dataclasses
-import functools
 import types
 from typing import Any
 
@@ -16,7 +15,6 @@ from .hopper_math import HALF_ROW, HALF_TILE, LOG2_E, ROW, TILE
 from .schedule import WARPGROUP_ROWS, Schedule, warpgroup_tokens
 
 I32 = jnp.int32
-PAIR = "pair"  # the axis of a cluster of two CTAs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,9 +112,6 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     wgs, stages, dim = schedule.consumers, schedule.stages, problem.head_dim
     rows, block, dtype = WARPGROUP_ROWS, problem.kv_block, problem.dtype
     cta = Cta(problem, schedule, types.SimpleNamespace())
-    consumed = plgpu.Barrier
-    if schedule.pairs:
-        consumed = functools.partial(plgpu.ClusterBarrier, collective_axes=(PAIR,))
     scratch = dict(
         q_smem=plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled),
         k_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
@@ -127,7 +122,7 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
             num_arrivals=problem.copies_a_block, num_barriers=schedule.key_phases
         ),
         v_loaded=plgpu.Barrier(num_arrivals=problem.copies_a_block, num_barriers=stages),
-        k_consumed=consumed(num_arrivals=wgs, num_barriers=stages),
+        k_consumed=plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         v_consumed=plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         turn=plgpu.Barrier(num_barriers=2),  # of warpgroup 0, of warpgroup 1
         tail_zeroed=plgpu.Barrier(num_arrivals=wgs),
@@ -193,8 +188,7 @@ def shared_bytes(problem: Problem, schedule: Schedule) -> int:
     """Shared memory that `scratch_types` asks for, barriers and alignment excluded."""
     compiled = dataclasses.replace(problem, interpret=None)
     refs = scratch_types(compiled, schedule).values()
-    barriers = plgpu.Barrier, plgpu.ClusterBarrier
-    avals = [ref.get_array_aval() for ref in refs if not isinstance(ref, barriers)]
+    avals = [ref.get_array_aval() for ref in refs if not isinstance(ref, plgpu.Barrier)]
     return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
@@ -224,7 +218,7 @@ def read_item(tiles_gmem, turn, cta: Cta) -> Item:
 
     Behind the CTA's last round any item comes.
     """
-    index = turn * cta.schedule.ctas + _place(turn, cta.schedule)
+    index = turn * cta.schedule.ctas + _place(turn, cta.schedule.ctas)
     heads, columns = I32(cta.problem.kv_heads), I32(cta.schedule.columns)
     part, index = lax.rem(index, columns), lax.div(index, columns)
     if cta.schedule.order == "heads":
@@ -245,14 +239,12 @@ def count_rounds(tiles_gmem, cta: Cta):
     items = tiles_gmem[0, work.COUNT] * (cta.problem.kv_heads * cta.schedule.columns)
     ctas = I32(cta.schedule.ctas)
     full = lax.div(items, ctas)
-    last = _place(full, cta.schedule) < lax.rem(items, ctas)
+    last = _place(full, cta.schedule.ctas) < lax.rem(items, ctas)
     return full + jnp.where(last, 1, 0).astype(I32)
 
 
-def _place(turn, schedule: Schedule):
-    cta, ctas = lax.axis_index("cta"), schedule.ctas
-    if schedule.pairs:
-        cta = 2 * cta + lax.axis_index(PAIR)
+def _place(turn, ctas: int):
+    cta = lax.axis_index("cta")
     return jnp.where(lax.rem(turn, I32(2)) == 0, cta, ctas - 1 - cta)
 
 

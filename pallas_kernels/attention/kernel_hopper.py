@@ -42,7 +42,6 @@ from .hopper_load import load_items
 from .hopper_math import LN_2, rows_to_tile
 from .hopper_problem import (
     I32,
-    PAIR,
     Cta,
     Problem,
     count_rounds,
@@ -54,7 +53,14 @@ from .hopper_problem import (
 from .hopper_relay import MULTIPLIER, multiply_item, score_items
 from .hopper_splits import LINE, merge_splits
 from .hopper_store import store_rows
-from .schedule import MOST_HALF, SHARED_BYTES, Schedule, schedule_for, warpgroup_tokens
+from .schedule import (
+    MOST_HALF,
+    MULTIPROCESSORS,
+    SHARED_BYTES,
+    Schedule,
+    schedule_for,
+    warpgroup_tokens,
+)
 from .topology import AttentionTopology
 
 CONSUMER_REGISTERS = 232  # two consumer warpgroups and a loader share 65,536 registers
@@ -141,10 +147,8 @@ def launch(q, k_pages, v_pages, tiles, page_table, problem: Problem, schedule: S
         out_type=out_type,
         scratch_types=scratch_types(problem, schedule),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        grid=(schedule.ctas // (2 if schedule.pairs else 1),),
+        grid=(schedule.ctas,),
         grid_names=("cta",),
-        cluster=(2,) if schedule.pairs else (),
-        cluster_names=(PAIR,) if schedule.pairs else (),
         num_threads=schedule.computing + 1,
         thread_name="wg",
         interpret=problem.interpret,
@@ -299,7 +303,9 @@ def attention_hopper_op(
         head_dim=head_dim,
     )
     if topology.kv_split is not None:  # float32 results take the room of a third stage
-        schedule = dataclasses.replace(schedule, stages=2, columns=1, most_columns=None)
+        schedule = dataclasses.replace(
+            schedule, stages=2, columns=1, most_columns=None, ctas=MULTIPROCESSORS
+        )
     return attention_hopper(
         q,
         k_pages,

@@ -10,6 +10,7 @@ import dataclasses
 WARPGROUP_ROWS = 64  # query rows of one consumer warpgroup: the m of the wgmma instruction
 MOST_HALF = 4  # query heads a KV head that have a warp each, its first eight rows for tokens
 LONG = 16_384  # query tokens a request from which the L2 cache is too small for all KV heads
+MULTIPROCESSORS = 132  # of an H200
 SHARED_BYTES = 232_448  # shared memory that one CTA may use on sm90
 
 
@@ -34,19 +35,16 @@ class Schedule:
         these parts all find a CTA; None: never.
       order: of the work list. "tiles": a tile's KV heads one after the other; "heads": a KV head's
         tiles, so that fewer keys and values are in use at a time and stay in the L2 cache.
-      pairs: two CTAs with parts of the same columns are a cluster that loads its keys once, each
-        half of every block for both.
     """
 
     consumers: int = 2
     stages: int = 2
     overlap: str = "turns"
-    ctas: int = 132
+    ctas: int = MULTIPROCESSORS
     half_rows: bool = False
     columns: int = 1
     most_columns: int | None = None
     order: str = "tiles"
-    pairs: bool = False
 
     def __post_init__(self):
         if self.consumers not in (1, 2):
@@ -59,8 +57,6 @@ class Schedule:
             raise ValueError(f"overlap='blocks' needs consumers=1, got {self.consumers}")
         if self.most_columns not in (None, 2, 4):
             raise ValueError(f"most_columns={self.most_columns} must be None, 2 or 4")
-        if self.pairs and (self.columns == 1 or self.consumers != 1 or self.ctas % 2):
-            raise ValueError("pairs needs parts of the columns and an even number of CTAs")
         if self.order not in ("tiles", "heads"):
             raise ValueError(f"order={self.order!r} must be 'tiles' or 'heads'")
         if self.ctas < 1:
@@ -105,7 +101,13 @@ def warpgroup_tokens(group: int) -> int:
 
 
 def schedule_for(
-    *, tokens: int, requests: int, kv_heads: int, group: int, head_dim: int, ctas: int = 132
+    *,
+    tokens: int,
+    requests: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    ctas: int = MULTIPROCESSORS,
 ) -> Schedule:
     """Picks the schedule of a batch of `tokens` query tokens in `requests` requests.
 
@@ -131,11 +133,13 @@ def _decode_schedule(items: int, *, group: int, head_dim: int, ctas: int) -> Sch
     fits = [n for n in parts if items * n <= ctas] or [1]
     # With every CTA at work, two blocks in flight keep the memory busy, and more disturb it.
     stages = 2 if half and items >= ctas else 3
+    # As many CTAs as end together: reads go faster than with some that idle in the last round.
+    rounds = -(-items * fits[0] // ctas)
     return Schedule(
         consumers=1,
         stages=stages if head_dim == 128 else 2 * stages,
         overlap="blocks" if fits[0] > 1 else "scores",
-        ctas=ctas,
+        ctas=-(-items * fits[0] // rounds),
         half_rows=half,
         columns=fits[0],
         # A bucket of 8 rows often holds one.

@@ -5,6 +5,7 @@ bits, and it accepts what does not compile, hence the lowering tests.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -140,7 +141,7 @@ MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
         pytest.param(Step(queries=(1, 1), contexts=(140, 130), rows=2, group=1, kv_heads=2),
                      Schedule(**HALF, ctas=2), None, marks=pytest.mark.slow),
         (Step(queries=(1, 1), contexts=(550, 64), rows=2, group=3, dtype="float16"),
-         Schedule(**BLOCKS, columns=2, ctas=2, pairs=True), None),
+         Schedule(**BLOCKS, columns=2, ctas=2), None),
         pytest.param(Step(queries=(1, 2, 1), contexts=(300, 140, 520), rows=4),
                      Schedule(**BLOCKS, ctas=2), 200, marks=pytest.mark.slow),
         pytest.param(ONE_OF_TWO, Schedule(**BLOCKS, columns=2, most_columns=4, ctas=4), None,
@@ -153,7 +154,7 @@ MIXED = Step(queries=(20, 1, 3), contexts=(150, 129, 3), rows=24)
                      Schedule(consumers=2, ctas=1), None, marks=pytest.mark.slow),
     ],
     ids=["two_warpgroups", "overlap_scores", "window", "half_rows", "decode_group_3",
-         "half_rows_window", "half_rows_group_1", "blocks_in_pairs", "blocks_window",
+         "half_rows_window", "half_rows_group_1", "blocks", "blocks_window",
          "most_columns", "columns", "by_heads", "page_of_128"],
 )  # fmt: skip
 def test_interpreted_kernel_attends(step, schedule, window):
@@ -413,8 +414,6 @@ def test_schedule_says_what_is_wrong():
         Schedule(order="pages")
     with pytest.raises(ValueError, match="'blocks' needs consumers=1"):
         Schedule(overlap="blocks")
-    with pytest.raises(ValueError, match="pairs needs"):
-        Schedule(**BLOCKS, pairs=True)
     assert [warpgroup_tokens(g) for g in range(1, 9)] == [64, 32, 16, 16, 8, 8, 8, 8]
 
 
@@ -429,6 +428,9 @@ def test_few_rows_are_shared_by_more_ctas():
 
     found = [columns(n) for n in (1, 4, 8, 16, 256)]
     assert found == [(4, None), (4, None), (2, 4), (1, None), (1, None)]
+    chosen = functools.partial(schedule_for, kv_heads=8, group=4, head_dim=128)
+    many = [chosen(tokens=n, requests=n).ctas for n in (64, 256)]
+    assert many == [128, 128]  # 4 and 16 full rounds of the 132 that there are
     assert columns(1, group=8) == (1, None) and columns(1, head_dim=64, kv_heads=3) == (2, None)
     prefill = schedule_for(tokens=512, requests=8, kv_heads=8, group=4, head_dim=128)
     assert prefill.consumers == 2 and prefill.columns == 1 and not prefill.half_rows
