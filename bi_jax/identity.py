@@ -35,7 +35,7 @@ _CODE = ("pallas_kernels", "models", "bi_jax")
 # Of our own layer only what computes; requests, scheduling and text cannot change a bit.
 _COMPUTING = (
     *("ops.py", "sampling.py", "sampling_rows.py", "trainer_logprobs.py", "collectives.py"),
-    *("kv_cache.py", "runner.py", "row_products.py", "peer_memory.py"),
+    *("kv_cache.py", "runner.py", "row_products.py", "peer_memory.py", "step_arguments.py"),
 )
 
 

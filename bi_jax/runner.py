@@ -29,7 +29,7 @@ from .sampling_rows import StackedRows
 from .scheduler import PlannedSequence, StepPlan
 from .scheduler import Sequence as ScheduledSequence
 from .sharding import Placer
-from .step_arguments import Launched, LogitRows, StepArguments, ragged
+from .step_arguments import Launched, LogitRows, StepArguments, pack, unpack
 from .vocabulary_rows import rows_for, with_rows
 
 
@@ -103,7 +103,7 @@ class Runner:
             self._step,
             audited=audited,
             store=self._program_store(options) if placer is None else None,
-            static_argnames=("top", "filters", "steps"),
+            static_argnames=("top", "filters", "steps", "logit_rows"),
             donate_argnames=("cache",),
             compiler_options=options,
         )
@@ -194,18 +194,25 @@ class Runner:
         count = len(launched.rows)
         return [jax.tree.map(lambda a, i=i: a[i, :count], host) for i in range(step.steps)]
 
-    def launch(self, step: StepArguments, *, tokens: jax.Array | None = None) -> TokenChoice:
+    def launch(
+        self,
+        step: StepArguments,
+        *,
+        tokens: jax.Array | None = None,
+        words: jax.Array | None = None,
+    ) -> TokenChoice:
         """Hands a step to the device and does not wait for it.
 
         Args:
           step: its arrays.
           tokens: int32 [T] on the device, in place of the step's own.
+          words: what `pack` makes of the step, on the device already.
 
         Returns:
           The choices of all steps, [steps, R] each, on the device.
         """
         self.buckets_used.add(step.program[0])
-        arguments = self._arguments(step, tokens)
+        arguments = self._arguments(step, tokens, words)
         self._cache, choice = self.step_program(*arguments, **step.statics)
         return choice
 
@@ -247,11 +254,17 @@ class Runner:
             steps=steps,
         )
 
-    def _arguments(self, step: StepArguments, tokens: jax.Array | None = None) -> tuple[Any, ...]:
+    def _arguments(
+        self,
+        step: StepArguments,
+        tokens: jax.Array | None = None,
+        words: jax.Array | None = None,
+    ) -> tuple[Any, ...]:
+        # NumPy arrays: the jitted step takes them as they are.
         named = step.tokens.tokens if tokens is None else tokens
+        packed = pack(step) if words is None else words
         peers = None if self._peers is None else self._peers.addresses
-        batch = ragged(step.tokens)
-        return step.program, self._leaves, self._cache, named, batch, step.rows, peers
+        return step.program, self._leaves, self._cache, named, packed, peers
 
     def reset_cache(self) -> None:
         """An empty cache in place of the old one, whose buffers a failed step may have taken."""
@@ -313,15 +326,22 @@ class Runner:
         state: nnx.State,
         cache: Any,
         tokens: jax.Array,
-        batch: RaggedBatch,
-        rows: LogitRows,
+        words: jax.Array,
         peers: jax.Array | None,
         *,
         top: int,
         filters: bool,
         steps: int,
+        logit_rows: int,
     ) -> tuple[Any, TokenChoice]:
         """The cache and the choices of all steps, [steps, R] each."""
+        batch, rows = unpack(
+            words,
+            num_tokens=tokens.shape[0],
+            num_requests=self.config.max_num_seqs,
+            pages_a_request=self.config.pages_a_request,
+            logit_rows=logit_rows,
+        )
         ops = self._ops
         if peers is not None and self._ops_over_peers is not None:
             ops = self._ops_over_peers(peers_table(peers, TENSOR_AXIS))

@@ -35,7 +35,6 @@ from engine_cases import (
     fill_cache,
     random_weights,
     settings_for,
-    step_of,
 )
 from engine_peer import HEADS, make_caches, make_step, peer_params
 from flax import nnx
@@ -44,7 +43,6 @@ from jax.sharding import PartitionSpec as P
 from run_header import command_line, run_header
 
 from bi_jax import Engine, row_products, runner
-from bi_jax.batch import TokenArrays
 from bi_jax.models import build_transformer
 from bi_jax.models.families.qwen3 import QWEN3_8B
 from bi_jax.ops import pick_backends
@@ -84,16 +82,12 @@ class OnRanks(Ours):
     def __init__(self, engine: Engine, case: Case, steps: int) -> None:
         super().__init__(engine, case)
         self.step = dataclasses.replace(self.step, steps=steps)
-        self.on_host = dataclasses.replace(step_of(engine, case), steps=steps)
-        if engine.placer is None or engine.placer.mesh is None:
-            return
-        place = NamedSharding(engine.placer.mesh, P())
-        tokens = {n: jax.device_put(a, place) for n, a in vars(self.step.tokens).items()}
-        rows = jax.device_put(self.step.rows, place)
-        self.step = dataclasses.replace(self.step, tokens=TokenArrays(**tokens), rows=rows)
+        if engine.placer is not None and engine.placer.mesh is not None:
+            place = NamedSharding(engine.placer.mesh, P())
+            self.operands = jax.device_put(self.operands, place)
 
     def run_from_host(self) -> Any:
-        return self.engine.runner.launch(self.on_host)
+        return self.engine.runner.launch(self.step)
 
 
 class Peer:
