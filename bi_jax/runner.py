@@ -29,7 +29,7 @@ from .sampling_rows import StackedRows
 from .scheduler import PlannedSequence, StepPlan
 from .scheduler import Sequence as ScheduledSequence
 from .sharding import Placer
-from .step_arguments import Launched, LogitRows, StepArguments, pack, unpack
+from .step_arguments import Launched, LogitRows, StepArguments, pack, ragged, unpack
 from .vocabulary_rows import rows_for, with_rows
 
 
@@ -206,7 +206,7 @@ class Runner:
         Args:
           step: its arrays.
           tokens: int32 [T] on the device, in place of the step's own.
-          words: what `pack` makes of the step, on the device already.
+          words: over several devices, what `pack` makes of the step, on them already.
 
         Returns:
           The choices of all steps, [steps, R] each, on the device.
@@ -262,9 +262,17 @@ class Runner:
     ) -> tuple[Any, ...]:
         # NumPy arrays: the jitted step takes them as they are.
         named = step.tokens.tokens if tokens is None else tokens
-        packed = pack(step) if words is None else words
         peers = None if self._peers is None else self._peers.addresses
-        return step.program, self._leaves, self._cache, named, packed, peers
+        batch: Any = ragged(step.tokens)
+        rows: LogitRows | None = step.rows
+        if self._over_devices:
+            # Each array goes to each device, and that costs the host more than cutting one up.
+            batch, rows = pack(step) if words is None else words, None
+        return step.program, self._leaves, self._cache, named, batch, rows, peers
+
+    @property
+    def _over_devices(self) -> bool:
+        return self._placer is not None and self._placer.mesh is not None
 
     def reset_cache(self) -> None:
         """An empty cache in place of the old one, whose buffers a failed step may have taken."""
@@ -326,7 +334,8 @@ class Runner:
         state: nnx.State,
         cache: Any,
         tokens: jax.Array,
-        words: jax.Array,
+        batch: Any,
+        rows: LogitRows | None,
         peers: jax.Array | None,
         *,
         top: int,
@@ -335,13 +344,14 @@ class Runner:
         logit_rows: int,
     ) -> tuple[Any, TokenChoice]:
         """The cache and the choices of all steps, [steps, R] each."""
-        batch, rows = unpack(
-            words,
-            num_tokens=tokens.shape[0],
-            num_requests=self.config.max_num_seqs,
-            pages_a_request=self.config.pages_a_request,
-            logit_rows=logit_rows,
-        )
+        if rows is None:
+            batch, rows = unpack(
+                batch,
+                num_tokens=tokens.shape[0],
+                num_requests=self.config.max_num_seqs,
+                pages_a_request=self.config.pages_a_request,
+                logit_rows=logit_rows,
+            )
         ops = self._ops
         if peers is not None and self._ops_over_peers is not None:
             ops = self._ops_over_peers(peers_table(peers, TENSOR_AXIS))

@@ -78,7 +78,7 @@ class Launched:
 
 
 def pack(step: StepArguments) -> np.ndarray:
-    """All arrays of a step but its tokens as one, since each operand costs the host a transfer.
+    """All arrays of a step but its tokens as one.
 
     Returns:
       uint32 [N], the bit patterns one after the other, each array filled up to `ALIGNED` words.
@@ -174,3 +174,15 @@ def _words(array: np.ndarray) -> np.ndarray:
 
 def _as(words: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     return words != 0 if dtype == np.bool_ else lax.bitcast_convert_type(words, dtype)
+
+
+def ragged(arrays: TokenArrays) -> RaggedBatch:
+    """What the model's ops see of a step's tokens."""
+    host: Any = arrays
+    return RaggedBatch(
+        positions=host.positions,
+        request=host.request,
+        query_start=host.query_start,
+        page_table=host.page_table,
+        num_tokens=host.num_tokens,
+    )
