@@ -13,7 +13,7 @@ export PYTHON
 
 help:
 	@echo "make generate     a real model answers a prompt (ARGS=... are passed on)"
-	@echo "make test         the tests that fit in 10 minutes on 2 cores"
+	@echo "make test         the tests of about 11 minutes on 2 cores"
 	@echo "make test-full    the long batteries too"
 	@echo "make test-gpu     the tests that need NVIDIA cards"
 	@echo "make lint         ruff and pyright"
