@@ -121,6 +121,19 @@ class StackedRows:
         return same and all(map(operator.is_, sampling, self.sampling))
 
 
+# Of each array of `SamplingRows`, [R] but for the key words [R, 2].
+ROW_DTYPES: dict[str, Any] = {
+    "key_words": np.uint32,
+    "position": np.int32,
+    "inv_temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.uint32,
+    "log_min_p": np.float32,
+    "logprob_inv_temperature": np.float32,
+    "logprob_cut": np.bool_,
+}
+
+
 def stack_rows(rows: Sequence[RowSampling], positions: Sequence[int], *, size: int) -> SamplingRows:
     """Arrays (NumPy) of `size` rows: those given, then greedy padding.
 
@@ -136,20 +149,14 @@ def stack_rows(rows: Sequence[RowSampling], positions: Sequence[int], *, size: i
         )
     rows = [*rows, *[_PADDING] * (size - len(rows))]
 
-    dtypes: dict[str, Any] = {
-        "key_words": np.uint32,
-        "inv_temperature": np.float32,
-        "top_k": np.int32,
-        "top_p": np.uint32,
-        "log_min_p": np.float32,
-        "logprob_inv_temperature": np.float32,
-        "logprob_cut": np.bool_,
-    }
+    positions = [*positions, *[0] * (size - len(positions))]
+
+    def values(name: str) -> Sequence[Any]:
+        return positions if name == "position" else [getattr(row, name) for row in rows]
+
     columns: dict[str, Any] = {
-        name: np.array([getattr(row, name) for row in rows], dtype)
-        for name, dtype in dtypes.items()
+        name: np.array(values(name), dtype) for name, dtype in ROW_DTYPES.items()
     }
-    columns["position"] = np.array([*positions, *[0] * (size - len(positions))], np.int32)
     return SamplingRows(**columns)
 
 

@@ -14,6 +14,7 @@ from bi_jax.pallas_kernels.ragged import RaggedBatch
 
 from .batch import LogitRow, TokenArrays
 from .sampling import SamplingRows, TokenChoice
+from .sampling_rows import ROW_DTYPES
 from .scheduler import StepPlan
 
 
@@ -139,14 +140,8 @@ _KEY = ("first key word", "second key word")
 _ROW_DTYPES: dict[str, Any] = {
     "row": np.int32,
     "target": np.int32,
-    **dict.fromkeys(_KEY, np.uint32),
-    "position": np.int32,
-    "inv_temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.uint32,
-    "log_min_p": np.float32,
-    "logprob_inv_temperature": np.float32,
-    "logprob_cut": np.bool_,
+    **dict.fromkeys(_KEY, ROW_DTYPES["key_words"]),
+    **{name: dtype for name, dtype in ROW_DTYPES.items() if name != "key_words"},
 }
 
 

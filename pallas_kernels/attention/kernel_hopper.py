@@ -35,6 +35,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ..ragged import RaggedBatch
+from ..shared_memory import CTA_BYTES
 from . import hopper_work as work
 from .hopper_block import await_turn, own_rows, pass_turn
 from .hopper_item import attend_item
@@ -56,7 +57,6 @@ from .hopper_store import store_rows
 from .schedule import (
     MOST_HALF,
     MULTIPROCESSORS,
-    SHARED_BYTES,
     Schedule,
     schedule_for,
     warpgroup_tokens,
@@ -224,8 +224,8 @@ def attention_hopper(
         kv_split=kv_split,
         interpret=interpret,
     )
-    if (needed := shared_bytes(problem, schedule)) > SHARED_BYTES:
-        raise ValueError(f"{schedule} needs {needed} bytes of shared memory, over {SHARED_BYTES}")
+    if (needed := shared_bytes(problem, schedule)) > CTA_BYTES:
+        raise ValueError(f"{schedule} needs {needed} bytes of shared memory, over {CTA_BYTES}")
     tile_tokens = 8 if schedule.half_rows else warpgroup_tokens(group) * schedule.consumers
     tiles = work.make_tiles(batch, tokens=tokens, tile_tokens=tile_tokens)
     if padded != tokens:

@@ -11,7 +11,6 @@ WARPGROUP_ROWS = 64  # query rows of one consumer warpgroup: the m of the wgmma 
 MOST_HALF = 4  # query heads a KV head that have a warp each, its first eight rows for tokens
 LONG = 16_384  # query tokens a request from which the L2 cache is too small for all KV heads
 MULTIPROCESSORS = 132  # of an H200
-SHARED_BYTES = 232_448  # shared memory that one CTA may use on sm90
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
