@@ -369,7 +369,7 @@ class Runner:
             here = dataclasses.replace(batch, positions=positions)
             sampling = dataclasses.replace(rows.sampling, position=drawn_at)
             cache, choice = one(cache, tokens, here, dataclasses.replace(rows, sampling=sampling))
-            tokens = tokens.at[: choice.token.shape[0]].set(choice.token)
+            tokens = begun_with(tokens, choice.token)
             return (cache, tokens, positions + 1, drawn_at + 1), choice
 
         start = (cache, tokens, batch.positions, rows.sampling.position)
@@ -408,7 +408,15 @@ class Runner:
 @functools.partial(jax.jit, static_argnames="size")
 def _as_tokens(drawn: jax.Array, *, size: int) -> jax.Array:
     """int32 [steps, R] -> the last step's, as the tokens [size] of a step."""
-    return jnp.zeros((size,), jnp.int32).at[: drawn.shape[1]].set(drawn[-1])
+    return begun_with(jnp.zeros((size,), jnp.int32), drawn[-1])
+
+
+def begun_with(tokens: jax.Array, first: jax.Array) -> jax.Array:
+    """Tokens whose first ones are others."""
+    # Not `tokens.at[:n].set(first)`: where n is all of them, that has an index without entries,
+    # which XLA takes away, and Shardy's canonicalizer in jaxlib 0.11.2 ends the process (SIGSEGV)
+    # over an operand of a shard_map that is a constant and has no user left.
+    return jax.lax.dynamic_update_slice(tokens, first, (0,))
 
 
 def _column(values: list[int], size: int) -> np.ndarray:

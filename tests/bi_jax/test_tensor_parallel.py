@@ -17,6 +17,7 @@ from bi_jax.models.checkpoint.plan import parameter_shapes
 from bi_jax.models.config import TP_INVARIANT
 from bi_jax.models.parallel_layout import ParallelLayout
 from bi_jax.models.transformer import build_transformer
+from bi_jax.runner import begun_with
 from bi_jax.scoring import score
 from bi_jax.sharding import make_mesh, replicas
 from bi_jax.testing import assert_same_bits
@@ -170,6 +171,28 @@ def test_the_default_topology_is_invariant_at_each_degree(family: str, degree: i
     for i in (2, 0, 1):
         (output,) = alone.generate([PROMPTS[i]], [PARAMS[i]])
         tiny.assert_same_completions([output], [outputs[i]], f"{family}, {degree}: alone")
+
+
+@pytest.mark.parametrize("count", [3, 16])
+def test_tokens_that_were_drawn_go_on_over_devices(count: int):
+    """All of the tokens too: `.at[:16].set` of sixteen ended the process when it was compiled."""
+    mesh, whole = make_mesh(tp=2), jax.sharding.PartitionSpec()
+    run = jax.shard_map(
+        begun_with, mesh=mesh, in_specs=(whole, whole), out_specs=whole, check_vma=False
+    )
+    tokens, drawn = np.arange(16, dtype=np.int32), -1 - np.arange(count, dtype=np.int32)
+    got = jax.jit(run)(tokens, drawn)
+    np.testing.assert_array_equal(got, [*drawn, *tokens[count:]])
+
+
+@pytest.mark.slow
+def test_several_tokens_a_dispatch_where_every_token_draws():
+    config = dataclasses.replace(ENGINE, token_buckets=(4, 16))
+    engine = Engine(parallel_models.model(LLAMA), config=config, tensor_parallel_size=2)
+    outputs = generate(engine)
+    again = generate(engine.rescheduled(decode_steps=3))
+    tiny.assert_same_completions(again, outputs, "three tokens a dispatch")
+    assert {program[0] for program in engine.runner.programs if program[-1] == 3} == {4}
 
 
 @pytest.mark.slow
