@@ -177,9 +177,6 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
     found["header"] = run_header(__file__)
     found["model"], found["ops"] = str(config), dict(engine.ops.description)
     wait_for_turn(arguments.turn)
-    for side in sides.values():
-        if isinstance(side, Peer):  # autotuned: not while anybody else uses the cards
-            side.compile()
     # Not before: the caches of all parts would not fit beside one another.
     runner.make_cache = make_cache
     engine.runner.reset_cache()
@@ -187,6 +184,7 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
     for (name, case), side in sides.items():
         if isinstance(side, Peer):
             engine.runner._cache = None
+            side.compile()  # autotuned: not while anybody else uses the cards
             side.prepare()
         if arguments.tiny:  # steps in flight together starve one another of the few threads
             side.run = functools.partial(_blocking, side.run)
@@ -194,7 +192,7 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
         row = measure(side, profiled=profiled)
         row["dispatch_ms"] = dispatch_ms(side.run)
         if isinstance(side, Peer):
-            side.caches = None
+            side.caches = side.compiled = None
         else:
             row["dispatch_from_host_ms"] = dispatch_ms(side.run_from_host)
         for long in ("kernels", "order"):

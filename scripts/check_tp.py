@@ -40,6 +40,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=pathlib.Path, help="file to write")
     parser.add_argument("--parallel", action="store_true", help="in processes that take turns")
     parser.add_argument("--cards", type=int, help="with --parallel: devices of this host")
+    parser.add_argument("--begin", type=pathlib.Path, help="with --parallel: wait for this file")
     parser.add_argument("--unit", help=argparse.SUPPRESS)  # of the engine's part
     parser.add_argument("--turn", type=pathlib.Path, help=argparse.SUPPRESS)
     return parser
@@ -190,7 +191,7 @@ def in_processes(
                 found.append(json.loads(file.read_text()))
                 save(arguments, found)
 
-        status = run_in_turns(jobs, ended=ended)
+        status = run_in_turns(jobs, ended=ended, begin=arguments.begin)
         lost = [job.name for job in jobs if not job.turn.with_suffix(".json").exists()]
     claims, digests = merged(found)
     if "engine" in parts:

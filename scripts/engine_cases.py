@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -132,19 +133,31 @@ def random_weights(config: TransformerConfig, placer: Placer | None = None) -> d
       config: the model.
       placer: None: as in a checkpoint, on one device.
     """
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    names = parameter_names(model)
+    shapes = _shapes(config)
     if placer is not None:
-        names = placer.layout.shapes(names)
-    keys = jax.random.split(jax.random.key(0), len(names))
-    found = {}
-    for key, (name, shape) in zip(keys, names.items(), strict=True):
-        place = None if placer is None else placer.sharding(name)
+        shapes = placer.layout.shapes(shapes)
+    place = (lambda name: None) if placer is None else placer.sharding
+    return dict(_random(shapes, config.dtype, place))
+
+
+def random_checkpoint(config: TransformerConfig, placer: Placer | None = None) -> Any:
+    """Parameters by name, the same for every placer, who places each before the next is made."""
+    made = _random(_shapes(config), config.dtype, lambda name: None)
+    return {name: array if placer is None else placer.place(name, array) for name, array in made}
+
+
+def _shapes(config: TransformerConfig) -> dict[str, Any]:
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return parameter_names(model)
+
+
+def _random(shapes: Mapping[str, Any], dtype: str, place: Any) -> Iterator[tuple[str, jax.Array]]:
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    for key, (name, shape) in zip(keys, shapes.items(), strict=True):
         if name.endswith("scale"):
-            found[name] = jax.device_put(np.ones(shape, jnp.dtype(config.dtype)), place)
+            yield name, jax.device_put(np.ones(shape, jnp.dtype(dtype)), place(name))
         else:
-            found[name] = _normal(shape, config.dtype, place)(key)
-    return found
+            yield name, _normal(shape, dtype, place(name))(key)
 
 
 def fill_cache(runner: Runner) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from card_turns import wait_for_turn
+from engine_cases import random_checkpoint
 from tp_claims import Claim, Inconclusive, NotHere, run_claim
 
 from bi_jax import Engine, EngineConfig
@@ -21,12 +22,15 @@ from bi_jax.battery import (
     check_way,
     digest_of,
 )
-from bi_jax.models import build_transformer, random_params
+from bi_jax.models import build_transformer
 from bi_jax.models.config import DEFAULT_TOPOLOGY, TP_INVARIANT, RopeConfig, TransformerConfig
 from bi_jax.models.families.qwen3 import QWEN3_8B
-from bi_jax.testing.schedule import run_together
+from bi_jax.ops import pick_backends
+from bi_jax.sharding import model_placer
+from bi_jax.testing.schedule import Way, run_together
 
 SHORT = 16  # characters of a digest
+STEPS = 4  # tokens a dispatch, in one of the ways
 TOPOLOGIES = (DEFAULT_TOPOLOGY, TP_INVARIANT)
 
 # 38 steps of 16 in the down product, fewer KV heads than ranks, nine query heads for eight ranks,
@@ -115,13 +119,17 @@ class Engines:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._params = random_params(plan.config, 0)
-        jax.block_until_ready(self._params)
 
     def make(self, unit: Unit) -> Engine:
         gc.collect()
         plan = self.plan
-        model = build_transformer(plan.config.replace(topology=unit.topology), self._params)
+        model_config = plan.config.replace(topology=unit.topology)
+        backends = pick_backends(jax.devices()[0], model_config.dtype)
+        placer = model_placer(model_config, backends, unit.degree)
+        params = random_checkpoint(model_config, placer)
+        jax.block_until_ready(params)
+        layout = None if placer is None else placer.layout
+        model = build_transformer(model_config, params, layout=layout)
         config = EngineConfig(
             max_num_seqs=plan.rows,
             max_num_batched_tokens=plan.buckets[-1],
@@ -194,6 +202,7 @@ def _ready(engine: Engine, plan: Plan, *, scoring: bool) -> None:
     steps = [runner.blank_step(bucket) for bucket in plan.buckets]
     if scoring:  # a chunk of a prompt whose every token is scored
         steps.append(runner.blank_step(largest, logit_rows=largest))
+        steps.append(runner.blank_step(plan.rows, steps=STEPS))
     with ThreadPoolExecutor(len(steps)) as pool:
         list(pool.map(runner.compile, steps))
     wait_for_turn(plan.turn)
@@ -210,6 +219,9 @@ def _invariant(engines: Engines, unit: Unit, made: list[Any], digests: dict[str,
     every = list(battery_ways(engine, requests))
     wanted = ("each alone", "in reversed order", "among strangers", "prompts in chunks")
     some = [(p, w) for p, w in every if w.name.startswith(wanted)] if plan.quick else every
+    twin = engine.rescheduled(decode_steps=STEPS)
+    name = f"{STEPS} tokens a dispatch"
+    some.append(("schedule", Way(name=name, run=lambda: run_together(twin, requests))))
     for promise, way in some:
         found = check_way(engine, expected, promise, way)
         assert found.verdict == PASSED, f"{way.name}: {found.detail}"
