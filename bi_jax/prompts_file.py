@@ -47,10 +47,11 @@ def read_prompts_file(path: Path) -> list[PromptLine]:
       OSError: the file cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
     except UnicodeDecodeError:
         raise ValueError(f"{path} must be UTF-8 text") from None
-    numbered = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # Not `splitlines`: it also cuts at characters that a prompt, or a string in JSON, may hold.
+    numbered = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not numbered:
         raise ValueError(f"{path} holds no prompt")
     if path.suffix.lower() != ".jsonl":
@@ -64,6 +65,8 @@ def _from_json(path: Path, number: int, line: str) -> PromptLine:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number too long, or nested too deeply
+        raise ValueError(f"{where} cannot be read: {error}") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where} must be a JSON object, got {type(record).__name__}")
     given = [key for key in _PROMPT_KEYS if key in record]
