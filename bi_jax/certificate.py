@@ -49,15 +49,23 @@ class Certificate:
         """A certificate from a JSON file.
 
         Raises:
-          ValueError: the file is no certificate, or one of another format.
+          ValueError: the file is no certificate, one of another format, or damaged.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"{path} is not a certificate of format {FORMAT}")
-        return cls(data=data)
+        found = cls(data=data)
+        try:
+            found.identity  # noqa: B018 - reads all of it
+            whole = isinstance(found.verdict, str) and isinstance(found.digest, str)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the certificate {path} is damaged: {error}") from None
+        if not whole:
+            raise ValueError(f"the certificate {path} is damaged: verdict and digest must be texts")
+        return found
 
 
 def verdict_of(checks: list[dict[str, Any]], control: Mapping[str, Any] | None) -> str:

@@ -37,15 +37,15 @@ def add_certify_arguments(parser: argparse.ArgumentParser) -> None:
 def run_certify(arguments: argparse.Namespace) -> int:
     """Runs the command: 0 passed or equal, 1 not.
 
-    Raises: ValueError for files and settings that cannot be used, before anything is computed.
+    Raises: ValueError, OSError for files and settings that cannot be used, before anything is
+      computed.
     """
     from .certificate import Certificate, differences
 
-    old = Certificate.read(arguments.verify) if arguments.verify else None
+    if not arguments.verify:
+        return _certify_to_files(arguments)
+    old = Certificate.read(arguments.verify)
     new = _certify(arguments)
-    if old is None:
-        _write(new, arguments.output)
-        return 0 if new.verdict == "passed" else 1
     found = differences(old, new)
     for line in found:
         print(f"different: {line}")
@@ -98,12 +98,16 @@ def _buckets(sequences: int, tokens: int) -> tuple[int, ...]:
     return tuple(sorted({min(sequences, max(tokens // 2, 1)), tokens}))
 
 
-def _write(certificate: Certificate, output: str) -> None:
+def _certify_to_files(arguments: argparse.Namespace) -> int:
     from .certificate_page import page
+    from .whole_file import WholeFile
 
-    base = Path(output.removesuffix(".json").removesuffix(".html"))
-    data, report = base.with_name(base.name + ".json"), base.with_name(base.name + ".html")
-    data.write_text(certificate.to_json(), encoding="utf-8")
-    report.write_text(page(certificate, json_name=data.name), encoding="utf-8")
+    base = Path(arguments.output.removesuffix(".json").removesuffix(".html"))
+    data, report = (base.with_name(base.name + suffix) for suffix in (".json", ".html"))
+    with WholeFile(data) as data_file, WholeFile(report) as report_file:
+        certificate = _certify(arguments)
+        data_file.write(certificate.to_json())
+        report_file.write(page(certificate, json_name=data.name))
     print(f"{certificate.verdict.upper()}: wrote {data} and {report}")
     print(f"identity {certificate.identity.short}, digest {certificate.digest[:16]}")
+    return 0 if certificate.verdict == "passed" else 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,8 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     certify.set_defaults(run=run_certify)
     arguments = parser.parse_args(argv)
     try:
-        return arguments.run(arguments)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that it lacks costs no completions
+            sys.stdout.reconfigure(errors="backslashreplace")
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
     except BrokenPipeError:  # an OSError, but nobody is left to read a sentence
+        _close_stdout()
         return 1
     except (ValueError, NotImplementedError, OSError) as error:
         sys.stdout.flush()
@@ -42,6 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _close_stdout() -> None:
+    """Drops what could not be written, or Python would try again at its end, and complain."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _sentence(error: Exception) -> str:

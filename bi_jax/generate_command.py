@@ -74,22 +74,26 @@ def run_generate(arguments: argparse.Namespace) -> int:
     Raises:
       ValueError, NotImplementedError, OSError: bad input, in one sentence.
     """
-    from .output_file import OutputFile
+    from .output_file import as_json_lines
+    from .whole_file import WholeFile
 
-    params = _sampling_params(arguments)
     lines = _prompt_lines(arguments)
-    if arguments.stream and (len(lines) > 1 or arguments.n > 1):
+    defaults = _sampling_params(arguments)
+    requests = [line.params(defaults) for line in lines]
+    if arguments.stream and (len(lines) > 1 or requests[0].n > 1):
         raise ValueError("--stream shows one completion; give one prompt and n=1")
-    with OutputFile(arguments.output) as output:
+    with WholeFile(arguments.output) as output:
         engine = _engine(arguments)
         prompts = [_token_ids(engine, line, arguments) for line in lines]
-        requests = [line.params(params) for line in lines]
         if arguments.stream:
             outputs = [_stream(engine, prompts[0], requests[0])]
+            output.write(as_json_lines(lines, outputs, engine))
         else:
             outputs = engine.generate(prompts, requests, progress=True)
-            _show(lines, outputs)
-        output.write(lines, outputs, engine)
+            try:
+                _show(lines, outputs)
+            finally:  # also where nobody reads on: completions are costly
+                output.write(as_json_lines(lines, outputs, engine))
     return _check(engine, prompts, requests, outputs) if arguments.check else 0
 
 
@@ -162,13 +166,18 @@ def _prompt_lines(arguments: argparse.Namespace) -> list[PromptLine]:
 def _token_ids(engine: Engine, line: PromptLine, arguments: argparse.Namespace) -> list[int]:
     tokenizer = engine.tokenizer
     assert tokenizer is not None
-    if line.prompt_token_ids is not None:
-        return list(line.prompt_token_ids)
-    if arguments.raw and line.messages is None:
-        return tokenizer.encode(line.prompt or "")
-    if tokenizer.chat_template is None:
-        if arguments.chat or line.messages is not None:
-            raise ValueError("the model has no chat template; use --raw")
+    given, template = line.prompt_token_ids, tokenizer.chat_template
+    if template is None and (arguments.chat or line.messages is not None):
+        raise ValueError("the model has no chat template; use --raw")
+    plain = line.messages is None and (arguments.raw or template is None)
+    if arguments.system is not None and (given is not None or plain):
+        raise ValueError(
+            "--system is a message of a conversation; token ids, --raw prompts and models without "
+            "a chat template have none"
+        )
+    if given is not None:
+        return list(given)
+    if plain:
         return tokenizer.encode(line.prompt or "")
     messages = line.messages or [{"role": "user", "content": line.prompt or ""}]
     if arguments.system is not None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from .identity import Identity
+from .whole_file import WholeFile
 
 NAME = "identity.json"
 
@@ -11,9 +12,8 @@ NAME = "identity.json"
 def write_identity(folder: Path, identity: Identity) -> Path:
     """Writes `identity.json` into an existing folder; the file is there whole or not at all."""
     path = folder / NAME
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(identity.to_dict(), indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with WholeFile(path) as file:
+        file.write(json.dumps(identity.to_dict(), indent=2) + "\n")
     return path
 
 

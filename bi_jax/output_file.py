@@ -1,13 +1,9 @@
-"""Completions as JSONL, written whole or not at all."""
+"""Completions as JSONL: a line of JSON each."""
 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,61 +15,21 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-class OutputFile:
-    """Opens a temporary file beside the target at once, so that a bad path fails before the work.
+def as_json_lines(
+    lines: Sequence[PromptLine], outputs: Sequence[RequestOutput], engine: Engine
+) -> str:
+    """One line a completion: ids, text, log-probabilities, seed, reason and identity.
 
-    Raises:
-      OSError: (on entering) the folder cannot be written.
+    What the identity is made of is in the first line, as "identity_fields".
     """
-
-    def __init__(self, path: str | None) -> None:
-        self._path = None if path is None else Path(path)
-        self._temporary: Path | None = None
-
-    def __enter__(self) -> OutputFile:
-        if self._path is not None:
-            if self._path.is_dir():
-                raise IsADirectoryError(21, "the output path is a folder", str(self._path))
-            try:
-                handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".bi-jax-")
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self._path)) from None
-            os.close(handle)
-            self._temporary = Path(name)
-        return self
-
-    def write(
-        self, lines: Sequence[PromptLine], outputs: Sequence[RequestOutput], engine: Engine
-    ) -> None:
-        """One line a completion: ids, text, log-probabilities, seed, reason and identity.
-
-        What the identity is made of is in the first line, as "identity_fields".
-        """
-        if self._path is None or self._temporary is None:
-            return
-        records = [
-            _record(line, output, completion, engine)
-            for line, output in zip(lines, outputs, strict=True)
-            for completion in output.outputs
-        ]
-        if records:
-            records[0]["identity_fields"] = engine.identity.to_dict()
-        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        self._temporary.write_text(text, encoding="utf-8")
-        mask = os.umask(0)
-        os.umask(mask)
-        self._temporary.chmod(0o666 & ~mask)
-        os.replace(self._temporary, self._path)
-        self._temporary = None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._temporary is not None:
-            self._temporary.unlink(missing_ok=True)
+    records = [
+        _record(line, output, completion, engine)
+        for line, output in zip(lines, outputs, strict=True)
+        for completion in output.outputs
+    ]
+    if records:
+        records[0]["identity_fields"] = engine.identity.to_dict()
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def _record(

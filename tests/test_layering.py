@@ -24,7 +24,7 @@ ORDER = {
         *("families", "checkpoint"),
     ),
     "bi_jax": (
-        *("flag_table", "flags", "versions", "identity", "config"),
+        *("whole_file", "flag_table", "flags", "versions", "identity", "identity_file", "config"),
         *("sampling_params", "request", "page_pool", "prefix_cache", "scheduler", "metrics"),
         *("collectives", "kv_cache", "ops", "stock_ops", "sampling_rows", "sampling", "batch"),
         *("tokenizer_parts", "chat", "tokenizer_gguf", "tokenizer_folder", "tokenizer"),

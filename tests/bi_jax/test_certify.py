@@ -182,6 +182,21 @@ def test_bad_files_are_one_sentence(tmp_path, capsys):
     assert main(["certify", "--verify", str(tmp_path / "absent.json")]) == 2
 
 
+def test_bad_files_are_found_before_anything_is_computed(
+    certificate, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("bi_jax.certify_command._certify", lambda _: pytest.fail("computed"))
+    bad = tmp_path / "bad.json"
+    whole = json.loads(certificate.to_json())
+    for name in ("verdict", "battery", "identity"):
+        bad.write_text(json.dumps({key: value for key, value in whole.items() if key != name}))
+        assert main(["certify", "--verify", str(bad)]) == 2
+        assert "bad.json is damaged" in capsys.readouterr().err
+    assert main(["certify", "--output", str(tmp_path / "absent" / "mine")]) == 2
+    assert "absent/mine.json" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [bad]
+
+
 @pytest.mark.slow
 def test_the_command_certifies_and_verifies_the_demo_model(tmp_path, capsys):
     base = str(tmp_path / "mine")

@@ -1,9 +1,12 @@
 """`bi-jax generate`: a model folder in, text and JSONL out; bad input is one sentence and 2."""
 
+import io
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from bi_jax import Engine, EngineConfig, SamplingParams, cli, flags, program_store
 from bi_jax.check import CheckReport, CheckRun, check_invariance
 from bi_jax.identity import Identity
+from bi_jax.prompts_file import read_prompts_file
+from bi_jax.request import CompletionOutput, RequestOutput
 from tests.models.fixture_models import copy_of, edit_config
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
@@ -81,12 +86,17 @@ BAD = [
     (["--output", "."], "folder"),
     (["--tensor-parallel-size", "3", "--tp-invariant"], "3"),
     (["--raw", "--prompt", "x" * 257], "256"),
+    (["--raw", "--system", "be brief"], "--system"),
+    (["--prompts-file", "twice.jsonl", "--stream"], "--stream"),
 ]
 
 
 @pytest.mark.parametrize(("options", "said"), BAD, ids=[" ".join(o)[:32] for o, _ in BAD])
 def test_bad_input_is_one_sentence(options, said, model, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if "twice.jsonl" in options:
+        (model / "twice.jsonl").write_text('{"prompt": "a", "n": 2}\n')
+        options = [str(model / o) if o == "twice.jsonl" else o for o in options]
     output = [] if "--output" in options else ["--output", "out.jsonl"]
     named = [] if "--model" in options else ["--model", model]
     assert run(*named, *output, *options) == 2
@@ -115,6 +125,59 @@ def test_a_bad_line_is_named(line, said, model, tmp_path, capsys):
     assert run("--model", model, "--prompts-file", prompts, "--output", output) == 2
     refused(capsys, said)
     assert list(tmp_path.iterdir()) == [prompts]
+
+
+def test_lines_end_at_line_ends_only(tmp_path):
+    """With a byte order mark, ends as on Windows, and characters that `splitlines` cuts at."""
+    prompts = tmp_path / "prompts.jsonl"
+    text = "one\u2028two\x85three\x0cfour"
+    line = json.dumps({"prompt": text}, ensure_ascii=False)
+    prompts.write_bytes(f"\ufeff{line}\r\n\r\n{line}\r\n".encode())
+    assert [found.prompt for found in read_prompts_file(prompts)] == [text, text]
+    plain = tmp_path / "prompts.txt"
+    plain.write_bytes(f"\ufeff{text}\r\nlast".encode())
+    assert [found.prompt for found in read_prompts_file(plain)] == [text, "last"]
+
+
+@pytest.mark.parametrize("line", ['{"seed": ' + "1" * 5000 + "}", "[" * 200_000])
+def test_lines_that_json_cannot_hold_are_named(line, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(ValueError, match="line 2 cannot be read"):
+        read_prompts_file(prompts)
+
+
+def test_completions_are_kept_where_nobody_reads_what_is_shown(tmp_path, monkeypatch):
+    logprobs = np.array([-0.5, -0.25], np.float32)
+    completion = CompletionOutput(index=0, token_ids=[7, 8], text="ab", logprobs=logprobs)
+    answer = RequestOutput(request_id="r", prompt="a", prompt_token_ids=[5], outputs=[completion])
+    stub = SimpleNamespace(
+        tokenizer=SimpleNamespace(chat_template=None, encode=lambda text: [5]),
+        generate=lambda *_, **__: [answer],
+        identity=SimpleNamespace(to_dict=dict),
+        model_name="stub",
+    )
+    monkeypatch.setattr("bi_jax.generate_command._engine", lambda _: stub)
+
+    def gone(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("bi_jax.generate_command._show", gone)
+    assert run("--prompt", "a", "--output", tmp_path / "out.jsonl") == 1
+    assert json.loads((tmp_path / "out.jsonl").read_text())["token_ids"] == [7, 8]
+
+
+def test_letters_that_the_terminal_lacks_are_shown_as_numbers(monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+
+    def command(arguments):
+        print("caf\xe9")
+        return 0
+
+    monkeypatch.setattr(cli, "run_generate", command)
+    assert run() == 0
+    assert shown.buffer.getvalue() == b"caf\\xe9\n"  # type: ignore[attr-defined]
 
 
 def test_damaged_models_are_refused(model, tmp_path, capsys):
