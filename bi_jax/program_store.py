@@ -153,12 +153,15 @@ class ProgramStore:
         out = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
         fields = {f.name: getattr(report, f.name) for f in dataclasses.fields(report)}
         body = pickle.dumps((data, out, fields))
+        partial = None
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                partial = file.name
                 file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-            os.replace(file.name, path)
-        except OSError:
-            return  # a full disk costs time, not bits
+            os.replace(partial, path)
+        except OSError:  # a full disk costs time, not bits; and nobody would ever tidy up
+            if partial is not None:
+                Path(partial).unlink(missing_ok=True)
 
 
 def context_of(context: Mapping[str, Any]) -> str:

@@ -71,6 +71,15 @@ def test_a_damaged_file_or_one_of_others_counts_as_none(folder):
     assert len(traced) == count + 1
 
 
+def test_a_full_disk_costs_time_only(folder, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(program_store.os, "replace", full)
+    run(new_jit("a", []))
+    assert not list(folder.iterdir())
+
+
 def test_what_is_not_audited_is_not_kept(folder):
     run(new_jit("a", [], audited=False))
     assert not list(folder.iterdir())
