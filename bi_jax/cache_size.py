@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from bi_jax.models.config import TransformerConfig
+from bi_jax.pallas_kernels.attention import topology_for
 
 from .config import CPU_CACHE_BYTES, EngineConfig
 from .kv_cache import bytes_a_page
@@ -46,6 +47,16 @@ class CacheSize:
             f"KV cache: {self.limit / GIB:.2f} GiB x {self.fraction:g} - "
             f"{self.weights / GIB:.2f} GiB of weights - {self.step / GIB:.2f} GiB for a step = "
             f"{left / GIB:.2f} GiB / {self.page / 2**20:.2f} MiB a page = {self.pages} pages"
+        )
+
+
+def check_page_size(page_size: int, model: TransformerConfig) -> None:
+    """Raises ValueError for pages that the model's attention cannot read."""
+    block = topology_for(head_dim=model.head_dim).kv_block
+    if block % page_size and page_size % block:
+        raise ValueError(
+            f"page_size={page_size} must divide the attention's KV block of {block} tokens or be "
+            "a multiple of it"
         )
 
 

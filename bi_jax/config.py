@@ -1,6 +1,10 @@
 """Settings of the engine; every one of them is schedule and cannot change a bit."""
 
+import numbers
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 CPU_CACHE_BYTES = 256 * 2**20
 
@@ -61,21 +65,23 @@ class EngineConfig:
     audit: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
-            _require_positive(name, getattr(self, name))
-        _require_positive("decode_steps", self.decode_steps)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "decode_steps"):
+            self._set(name, _positive(name, getattr(self, name)))
         for name in ("num_pages", "cache_bytes", "max_model_len", "max_num_requests"):
             if getattr(self, name) is not None:
-                _require_positive(name, getattr(self, name))
+                self._set(name, _positive(name, getattr(self, name)))
         for name in ("prefix_caching", "overlap", "compilation_cache", "peer_memory", "audit"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
-        if not 0 < self.memory_fraction <= 1:
-            raise ValueError(f"memory_fraction={self.memory_fraction!r} must be in (0, 1]")
+        fraction = self.memory_fraction
+        if not isinstance(fraction, numbers.Real) or not 0 < fraction <= 1:
+            raise ValueError(f"memory_fraction={fraction!r} must be a number in (0, 1]")
         buckets = self.token_buckets
         if buckets is not None:
-            for bucket in buckets:
-                _require_positive("token_buckets", bucket)
+            if not isinstance(buckets, Iterable):
+                raise ValueError(f"token_buckets={buckets!r} must be a sequence of row counts")
+            buckets = tuple(_positive("token_buckets", bucket) for bucket in buckets)
+            self._set("token_buckets", buckets)
             if list(buckets) != sorted(set(buckets)) or not buckets:
                 raise ValueError(f"token_buckets={buckets} must be ascending and not empty")
             if buckets[-1] < self.max_num_batched_tokens:
@@ -83,6 +89,9 @@ class EngineConfig:
                     f"token_buckets={buckets} must reach max_num_batched_tokens="
                     f"{self.max_num_batched_tokens}"
                 )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def buckets(self, platform: str = "cpu") -> tuple[int, ...]:
         """The row counts that steps are compiled for; a step that nobody needs never is."""
@@ -97,6 +106,11 @@ class EngineConfig:
         return tuple(sorted({*between, min(max(self.max_num_seqs, 8), most), most}))
 
 
-def _require_positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _positive(name: str, value: Any) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
         raise ValueError(f"{name}={value!r} must be a positive whole number")
+    return number

@@ -6,7 +6,8 @@ import asyncio
 import copy
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,12 @@ from bi_jax.models.parallel_layout import ParallelLayout
 from bi_jax.models.transformer import Transformer, build_transformer
 
 from .active import ActiveRequest
-from .cache_size import plan_pages
+from .cache_size import check_page_size, plan_pages
+from .call_arguments import Prompt, as_params, as_prompts
 from .config import EngineConfig
 from .flags import enable_compilation_cache
 from .identity import Identity, PendingIdentity, digest_of_state, identity_of
+from .interrupts import uninterrupted
 from .ops import pick_backends, transformer_ops
 from .progress import Progress
 from .request import Request, RequestOutput, SamplingParams
@@ -35,8 +38,6 @@ from .scheduler import Scheduler, SchedulerConfig
 from .sharding import model_placer
 from .step_loop import StepLoop, locked
 from .tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 class Engine(StepLoop):
@@ -85,6 +86,8 @@ class Engine(StepLoop):
         make_ops = functools.partial(
             transformer_ops, model.config, backend=self.backends, layout=layout
         )
+        if ops is None:
+            check_page_size(self.config.page_size, model.config)
         self.ops = ops or make_ops()
 
         def over_peers(peers: jax.Array) -> TransformerOps:
@@ -205,20 +208,12 @@ class Engine(StepLoop):
         Raises:
           ValueError: a prompt or a parameter cannot be served; nothing has been generated then.
         """
-        prompts = _as_prompts(prompts)
-        if sampling_params is None:
-            sampling_params = SamplingParams()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"expected one SamplingParams for each of {len(prompts)} prompts, got "
-                f"{len(sampling_params)}"
-            )
-        requests = [self.make_request(p, s) for p, s in zip(prompts, sampling_params, strict=True)]
+        prompts = as_prompts(prompts)
+        pairs = zip(prompts, as_params(sampling_params, len(prompts)), strict=True)
+        requests = [self.make_request(prompt, params) for prompt, params in pairs]
         actives: list[ActiveRequest] = []
         try:
-            with self._lock:
+            with self._lock, uninterrupted():
                 self._check_room(len(requests))
                 for request in requests:
                     actives.append(self._add(request, claimed=True))
@@ -238,14 +233,17 @@ class Engine(StepLoop):
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Completes one prompt, yielding what there is whenever it grew, and the whole at the end.
 
         Leaving off (closing the iterator) aborts the request.
         """
-        request = self.make_request(prompt, sampling_params or SamplingParams())
-        active = self._add(request, claimed=True)
+        request = self.make_request(prompt, as_params(sampling_params, 1)[0])
+        actives: list[ActiveRequest] = []
         try:
+            with uninterrupted():
+                actives.append(self._add(request, claimed=True))
+            (active,) = actives
             output = None
             # Others run steps too: the end may come between two of ours, and must still be shown.
             while output is None or output is not active.final:
@@ -253,11 +251,11 @@ class Engine(StepLoop):
                 if output is not None:
                     yield output
         finally:
-            self._drop([active])
+            self._drop(actives)
 
     async def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """As `stream`, for many prompts at once in one event loop: they share their steps.
 
         A consumer that is slow holds nobody up. Closing the iterator, or cancelling its task,
@@ -268,16 +266,30 @@ class Engine(StepLoop):
           StepFailed: the step that this consumer waited for raised. Its request is aborted, and the
             other consumers' requests go on.
         """
-        request = self.make_request(prompt, sampling_params or SamplingParams())
-        active = await asyncio.to_thread(self._add, request, claimed=True)
+        request = self.make_request(prompt, as_params(sampling_params, 1)[0])
+        actives: list[ActiveRequest] = []
+        left = threading.Event()
+
+        def join() -> None:
+            with self._lock:
+                if not left.is_set():
+                    actives.append(self._add(request, claimed=True))
+
+        def leave() -> None:
+            left.set()
+            self._drop(actives)
+
         try:
+            # A task that is cancelled does not wait for its thread, which joins all the same.
+            await asyncio.to_thread(join)
+            (active,) = actives
             output = None
             while output is None or output is not active.final:  # as in `stream`
                 output = await asyncio.to_thread(self._advance, active)
                 if output is not None:
                     yield output
         finally:
-            self._drop([active])
+            await asyncio.to_thread(leave)  # it may have to wait for a step
 
     def make_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
@@ -294,13 +306,18 @@ class Engine(StepLoop):
             raise ValueError("the prompt is empty; it needs at least one token")
         ids = self.tokenizer.encode(text) if text is not None and self.tokenizer else prompt
         request = Request(
-            request_id=request_id or f"request-{next(self._request_ids)}",
+            request_id=self._new_id() if request_id is None else request_id,
             prompt_token_ids=ids,  # type: ignore[arg-type]
             sampling_params=params,
             prompt=text,
         )
         self._check_request(request)
         return request
+
+    def _new_id(self) -> str:
+        """A name that no running request has; users may name theirs alike."""
+        names = (f"request-{number}" for number in self._request_ids)
+        return next(name for name in names if name not in self._active)
 
     def rescheduled(
         self,
@@ -314,26 +331,36 @@ class Engine(StepLoop):
         Args:
           token_buckets: some of this engine's buckets; None: all.
           overlap: as in EngineConfig; None: as here.
-          changes: fields of SchedulerConfig; at most as many pages as this engine has.
+          changes: fields of SchedulerConfig, none beyond what this engine was made for.
 
         Raises:
-          ValueError: a bucket or a page count that this engine does not have.
+          ValueError: a bucket, or a size, that this engine does not have.
         """
-        scheduling = replace(self.scheduler.config, **changes)
         running = self.runner.config
-        if scheduling.num_pages > running.num_pages or scheduling.page_size != running.page_size:
+        buckets = token_buckets or running.token_buckets
+        if not set(buckets) <= set(running.token_buckets):
+            raise ValueError(f"token_buckets={buckets} must be among {running.token_buckets}")
+        scheduling = replace(self.scheduler.config, **changes)
+        if scheduling.page_size != running.page_size:
             raise ValueError(
-                f"expected at most {running.num_pages} pages of {running.page_size} tokens, got "
-                f"{scheduling.num_pages} of {scheduling.page_size}"
+                f"page_size={scheduling.page_size} must be this engine's, {running.page_size}"
             )
-        if token_buckets is not None and not set(token_buckets) <= set(running.token_buckets):
-            raise ValueError(f"token_buckets={token_buckets} must be among {running.token_buckets}")
+        for name, most in (
+            ("num_pages", running.num_pages),
+            ("max_num_seqs", running.max_num_seqs),
+            ("max_model_len", running.max_model_len),
+            ("max_num_batched_tokens", max(buckets)),
+        ):
+            value = getattr(scheduling, name)
+            if value > most:
+                raise ValueError(f"{name}={value} must not exceed {most}, as this engine was made")
         twin = copy.copy(self)
         twin.config = replace(
             self.config, overlap=self.config.overlap if overlap is None else overlap
         )
         twin.runner = copy.copy(self.runner)
-        twin.runner.config = replace(running, token_buckets=token_buckets or running.token_buckets)
+        twin.max_model_len = scheduling.max_model_len
+        twin.runner.config = replace(running, token_buckets=buckets)
         twin.runner.buckets_used = set()
         twin.runner.reset_cache()
         twin._start_afresh(Scheduler(scheduling))
@@ -366,9 +393,16 @@ class Engine(StepLoop):
     def update_weights(self, state: nnx.State) -> None:
         """Replaces the model's parameters by a cast copy, without compiling anything again.
 
+        Args:
+          state: `nnx.state(model)` of a model like the engine's.
+
         Raises:
           ValueError: requests are running, or the structure or a shape differs.
         """
+        if not isinstance(state, nnx.State):
+            raise ValueError(
+                f"update_weights takes a state, nnx.state(model), got a {type(state).__name__}"
+            )
         if self._active:
             raise ValueError(
                 "weights are replaced only while idle, and "
@@ -413,15 +447,3 @@ def _default_dtype(own: str) -> str:
     if jax.default_backend() == "cpu":
         return "float32"
     return "bfloat16" if own == "float32" else own
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
-        raise ValueError(
-            f"prompts must be a text, token ids or a sequence of them, got {type(prompts).__name__}"
-        )
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

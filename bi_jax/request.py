@@ -40,7 +40,8 @@ class Request:
 
     prompt is the text that prompt_token_ids came from, None when the ids were given.
 
-    Raises: ValueError for an empty prompt, an empty request_id or ids that are no ids.
+    Raises: ValueError for an empty prompt, an empty request_id, ids that are no ids, or other
+      parameters than SamplingParams.
     """
 
     request_id: str
@@ -51,6 +52,10 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
             raise ValueError(f"request_id={self.request_id!r} must be a non-empty string")
+        if not isinstance(self.sampling_params, SamplingParams):
+            raise ValueError(
+                f"sampling_params={self.sampling_params!r:.80} must be a SamplingParams"
+            )
         ids = checked_token_ids("prompt_token_ids", self.prompt_token_ids)
         if not ids:
             raise ValueError(f"the prompt of request {self.request_id!r} is empty")

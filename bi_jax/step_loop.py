@@ -19,6 +19,7 @@ from .batch import LogitRow, first_rows
 from .config import EngineConfig
 from .errors import EngineFull, StepFailed
 from .identity import PendingIdentity
+from .interrupts import uninterrupted, whole
 from .metrics import Counters, EngineMetrics
 from .request import Request, RequestOutput, SamplingParams
 from .runner import Launched, Runner
@@ -89,6 +90,7 @@ class StepLoop:
         return self._add(request, claimed=False)
 
     @locked
+    @whole
     def _add(self, request: Request, *, claimed: bool) -> ActiveRequest:
         """Queues a request; `claimed` when the caller itself hands the output on."""
         if request.request_id in self._active:
@@ -110,6 +112,7 @@ class StepLoop:
         return active
 
     @locked
+    @whole
     def abort(self, request_id: str) -> RequestOutput:
         """Ends a running request and returns what there is of it.
 
@@ -161,25 +164,36 @@ class StepLoop:
             return active.final or self._output_of(active)
 
     def _step(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        plan = ahead.plan if ahead else self.scheduler.plan()
-        if plan is None:
-            return
-        started = time.perf_counter()
-        self._counters.planned(plan)
+        plan, taken_in = None, False
         try:
+            with uninterrupted():
+                ahead, self._ahead = self._ahead, None
+                plan = ahead.plan if ahead else self.scheduler.plan()
+            if plan is None:
+                return
+            started = time.perf_counter()
+            self._counters.planned(plan)
             if ahead:
                 launched = ahead.result()
             else:
                 launched = self.runner.start(plan, self._logit_rows(plan))
             self._ahead = self._start_ahead(launched)
             results = self.runner.collect(launched)
+            with uninterrupted():
+                taken_in = True
+                self._take_in(launched, results, started)
         except BaseException as error:
+            if taken_in:
+                raise
             number = self._counters.steps + self._counters.failed_steps
             self._roll_back()
-            if not isinstance(error, Exception):
+            if plan is None or not isinstance(error, Exception):
                 raise  # the user interrupts; what was going on can still go on
             raise StepFailed(number, self._requests_of(plan), error) from error
+
+    def _take_in(self, launched: Launched, results: Sequence[Any], started: float) -> None:
+        """What a step gave: its tokens, and the requests that are done by them."""
+        plan = launched.plan
         drawn: dict[int, list[int]] = {}
         for later, result in enumerate(results, launched.later):
             self._take_result(plan, launched.rows, result, drawn, later)
@@ -243,6 +257,7 @@ class StepLoop:
                     waited = owner.first_token_at - owner.added_at
                     self._counters.first_token_seconds.append(waited)
 
+    @whole
     def _roll_back(self) -> None:
         """After a step that raised: its pages and the cache's buffers may hold anything."""
         self._counters.failed_steps += 1
@@ -267,6 +282,7 @@ class StepLoop:
                     if not active.claimed:
                         self._unclaimed.append(final)
 
+    @whole
     @locked
     def _drop(self, actives: Sequence[ActiveRequest]) -> None:
         for active in actives:

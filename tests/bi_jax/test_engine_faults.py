@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import signal
 import tracemalloc
 from typing import Any
 
@@ -90,6 +91,47 @@ def test_an_interrupt_comes_through_and_the_engine_goes_on(expected: list[Reques
         engine.generate(PROMPTS, PARAMS)
     assert not engine.has_unfinished_requests and engine.metrics().pages_in_use == 0
     tiny.assert_same_completions(engine.generate(PROMPTS, PARAMS), expected)
+
+
+@pytest.mark.parametrize("moment", ["plan", "plan_one_on", "commit", "remove"])
+def test_an_interrupt_never_leaves_half_a_step(expected: list[RequestOutput], moment: str):
+    """Ctrl-C just before the scheduler is told something, as it would come to `step` in a loop."""
+    engine = tiny.rescheduled()
+    true_method, calls = getattr(engine.scheduler, moment), iter(range(10_000))
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) in (1, 6):
+            signal.raise_signal(signal.SIGINT)
+        return true_method(*args, **kwargs)
+
+    setattr(engine.scheduler, moment, interrupted)
+    mine, done, interrupts = requests(engine), {}, 0
+    for request in mine:
+        engine.add_request(request)
+    while len(done) < 4:
+        try:
+            done.update((output.request_id, output) for output in engine.step())
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == (1 if moment == "remove" else 2)
+    tiny.assert_same_completions([done[f"r{i}"] for i in range(4)], expected, moment)
+    assert engine.metrics().pages_in_use == 0 and not engine._owners
+
+
+def test_an_interrupt_while_requests_are_added_leaves_none_behind():
+    engine = tiny.rescheduled()
+    true_add, calls = engine.scheduler.add, iter(range(10))
+
+    def add(sequence: Any) -> None:
+        if next(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        true_add(sequence)
+
+    engine.scheduler.add = add  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, PARAMS)
+    assert not engine.has_unfinished_requests and not engine.scheduler.num_unfinished
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_nan_in_one_requests_logits_ends_that_request_only(expected: list[RequestOutput]):
@@ -203,6 +245,10 @@ def test_refusals_say_what_was_expected():
         engine.generate([[1], [2]], short)
     engine.generate([[2]], short)
     assert [output.request_id for output in engine.step()] == ["twice"]
+    # A user's name that is the next of those which the engine makes up.
+    last = int(engine.make_request([1], short).request_id.removeprefix("request-"))
+    engine.add_request(engine.make_request([1], short, f"request-{last + 1}"))
+    assert engine.generate([[2]], short)[0].request_id == f"request-{last + 2}"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -88,6 +89,49 @@ def test_a_cancelled_client_takes_only_its_own_request_along(expected: list[Requ
     metrics = engine.metrics()
     assert (metrics.requests_finished, metrics.requests_aborted) == (3, 1)
     assert metrics.pages_in_use == 0
+
+
+def test_a_client_that_is_cancelled_before_it_is_added_leaves_nothing_behind():
+    """The thread that adds the request waits for a step of another one, and ends after its task."""
+    engine = tiny.rescheduled()
+
+    async def serve() -> None:
+        with engine._lock:
+            task = asyncio.create_task(read(engine, 0))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(serve())
+    assert not engine.has_unfinished_requests and engine.metrics().sequences_waiting == 0
+
+
+def test_leaving_holds_up_nobody_else_in_the_loop():
+    engine = tiny.rescheduled()
+
+    async def serve() -> float:
+        stream = engine.stream_async(PROMPTS[0], PARAMS[0])
+        await anext(stream)
+        held, free = threading.Event(), threading.Event()
+
+        def step() -> None:  # of another thread
+            with engine._lock:
+                held.set()
+                free.wait(10)
+
+        other = asyncio.create_task(asyncio.to_thread(step))
+        await asyncio.to_thread(held.wait)
+        started = time.perf_counter()
+        leaving = asyncio.create_task(stream.aclose())
+        await asyncio.sleep(0)
+        free.set()  # reached although the step goes on
+        await asyncio.gather(leaving, other)
+        return time.perf_counter() - started
+
+    assert asyncio.run(serve()) < 5
+    assert not engine.has_unfinished_requests
 
 
 def test_a_failed_step_ends_one_stream_and_no_other(expected: list[RequestOutput]):
