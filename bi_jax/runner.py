@@ -413,9 +413,9 @@ def _as_tokens(drawn: jax.Array, *, size: int) -> jax.Array:
 
 def begun_with(tokens: jax.Array, first: jax.Array) -> jax.Array:
     """Tokens whose first ones are others."""
-    # Not `tokens.at[:n].set(first)`: where n is all of them, that has an index without entries,
-    # which XLA takes away, and Shardy's canonicalizer in jaxlib 0.11.2 ends the process (SIGSEGV)
-    # over an operand of a shard_map that is a constant and has no user left.
+    # Not `tokens.at[:n].set(first)`: where n is all of them, its index has no entries and becomes
+    # an operand of the shard_map whose user XLA takes away; over what is left Shardy's
+    # canonicalizer in jaxlib 0.11.2 ends the process (SIGSEGV).
     return jax.lax.dynamic_update_slice(tokens, first, (0,))
 
 
