@@ -11,7 +11,9 @@ from .hopper_math import (
     both_halves,
     first_half,
     fused_multiply_add,
+    joined,
     rows_to_tile,
+    second_half,
     sum_rows,
 )
 from .hopper_problem import I32, Cta, key_phase
@@ -68,16 +70,24 @@ def own_rows(x, cta: Cta):
 
 def scale_rows(acc, factor, cta: Cta):
     """acc [64, n] times float32[rows]; also the rows that hold no query, see `own_rows`."""
+    if cta.schedule.quiet:  # the others are zeros, and in use in the products
+        own = first_half(acc, interpret=cta.interpret)
+        own *= rows_to_tile(factor, acc.shape[1], layout=cta.tile)
+        rest = second_half(acc, interpret=cta.interpret)
+        return joined(own, rest, interpret=cta.interpret)
     if cta.schedule.half_rows:
         factor = both_halves(factor, interpret=cta.interpret)
     return acc * rows_to_tile(factor, acc.shape[1])
 
 
-def row_operand(p, cta: Cta):
-    """p [rows, n] as the left operand [64, n] of a product; rows that hold no query are copies.
+def row_operand(p, cta: Cta, zeros=None):
+    """p [rows, n] as the left operand [64, n] of a product.
 
-    Zeros would do, but ptxas makes them between the products, which then wait for one another.
+    Rows that hold no query are `zeros` [rows, n], or without them copies: ptxas makes constants
+    between the products, which then wait for one another.
     """
+    if zeros is not None:
+        return joined(p, zeros, interpret=cta.interpret)
     return both_halves(p, interpret=cta.interpret) if cta.schedule.half_rows else p
 
 
@@ -150,9 +160,9 @@ def zero_tail(v_ref, valid):
     plgpu.commit_smem()
 
 
-def accumulate(acc, p, step, wg, cta: Cta, *, zero_tail_of=None):
+def accumulate(acc, p, step, wg, cta: Cta, *, zeros=None, zero_tail_of=None):
     """acc + p v, waited for; zero_tail_of = (context, block) for an item's last block."""
-    mem, slot, p = cta.memory, slot_of(step, cta), row_operand(p, cta)
+    mem, slot, p = cta.memory, slot_of(step, cta), row_operand(p, cta, zeros)
     plgpu.barrier_wait(mem.v_loaded.at[slot])
     await_turn(wg, cta)
     if zero_tail_of is not None:

@@ -16,6 +16,7 @@ from .hopper_block import (
 )
 from .hopper_math import LOWEST, TILE
 from .hopper_problem import I32, Cta, Item, Problem, block_range
+from .hopper_quiet import empty_rows, first_maxima
 from .schedule import WARPGROUP_ROWS
 
 
@@ -51,7 +52,7 @@ def attend_item(item: Item, step, wg, cta: Cta):
             s = mask_scores(s, block, position, cta)
         if cta.schedule.overlap == "scores":
             p, (acc, m, total), s = softmax_under_scores(s, state, now, wg, cta)
-            acc = accumulate(acc, p, now, wg, cta)
+            acc = accumulate(acc, p, now, wg, cta, zeros=zeros)
         else:
             p, (acc, m, total) = softmax_step(s, state, cta)
             acc, s = accumulate_and_score(acc, p, now, wg, cta)
@@ -61,7 +62,10 @@ def attend_item(item: Item, step, wg, cta: Cta):
     plain_block = functools.partial(attend_block, masked=False)
     plain_start, plain_end = plain_blocks(item, lo, hi, wg, problem)
     plgpu.barrier_wait(cta.memory.q_loaded.at[wg])
-    carry = first_scores(step, wg, cta), empty_state(cta)
+    zeros, (acc, m, total) = None, empty_state(cta)
+    if cta.schedule.quiet:
+        zeros, m = empty_rows(item, wg, cta), first_maxima(item, cta)
+    carry = first_scores(step, wg, cta), (acc, m, total)
     if problem.window is not None:
         carry = lax.fori_loop(lo, plain_start, masked_block, carry)
     carry = lax.fori_loop(plain_start, plain_end, plain_block, carry)
@@ -69,7 +73,8 @@ def attend_item(item: Item, step, wg, cta: Cta):
 
     plgpu.barrier_arrive(cta.memory.q_consumed)
     p, (acc, m, total) = softmax_step(mask_scores(s, last, position, cta), state, cta)
-    acc = accumulate(acc, p, step + last - lo, wg, cta, zero_tail_of=(item.context, last))
+    step_of_last, tail = step + last - lo, (item.context, last)
+    acc = accumulate(acc, p, step_of_last, wg, cta, zeros=zeros, zero_tail_of=tail)
     return (acc, m, total), step + hi - lo
 
 

@@ -98,14 +98,24 @@ def sum_rows(x, *, half: bool, interpret: object):
 
 def first_half(x, *, interpret: object):
     """The first eight rows of each warp: [64, n] in TILE -> [32, n] in HALF_TILE."""
+    return _half(x, 0, interpret=interpret)
+
+
+def second_half(x, *, interpret: object):
+    """The last eight rows of each warp, as `first_half`."""
+    return _half(x, 1, interpret=interpret)
+
+
+def _half(x, which: int, *, interpret: object):
     if interpret:
-        return x.reshape(-1, WARP_ROWS, x.shape[1])[:, : WARP_ROWS // 2].reshape(-1, x.shape[1])
+        eights = x.reshape(-1, 2, WARP_ROWS // 2, x.shape[1])
+        return eights[:, which].reshape(-1, x.shape[1])
     result = plgpu.ShapeDtypeStruct((x.shape[0] // 2, x.shape[1]), x.dtype, HALF_TILE)
 
     @plgpu.inline_mgpu(arg_types=(TILE,), return_type=result)
     def take(_, x):
         layout = HALF_TILE.to_mgpu()
-        registers = x.registers.take(0, HALF_AXIS[2])
+        registers = x.registers.take(which, HALF_AXIS[2])
         return FragmentedArray(
             _registers=registers.reshape(layout.registers_shape(result.shape)),
             _layout=layout,
@@ -117,22 +127,29 @@ def first_half(x, *, interpret: object):
 
 def both_halves(x, *, interpret: object):
     """[32, ...] in HALF_TILE or HALF_ROW -> [64, ...]: a warp's last eight rows like its first."""
-    shape = (2 * x.shape[0], *x.shape[1:])
-    if interpret:
-        eights = x.reshape(-1, 1, WARP_ROWS // 2, *x.shape[1:])
-        return jnp.repeat(eights, 2, axis=1).reshape(shape)
-    half, whole = (HALF_TILE, TILE) if x.ndim == 2 else (HALF_ROW, ROW)
-    result = plgpu.ShapeDtypeStruct(shape, x.dtype, whole)
+    return joined(x, x, interpret=interpret)
 
-    @plgpu.inline_mgpu(arg_types=(half,), return_type=result)
-    def repeat(_, x):
+
+def joined(first, second, *, interpret: object):
+    """Twice [32, ...] in HALF_TILE or HALF_ROW -> [64, ...]: each warp's first rows, then its last."""
+    shape = (2 * first.shape[0], *first.shape[1:])
+    if interpret:
+        eights = [x.reshape(-1, 1, WARP_ROWS // 2, *x.shape[1:]) for x in (first, second)]
+        return jnp.concatenate(eights, axis=1).reshape(shape)
+    half, whole = (HALF_TILE, TILE) if first.ndim == 2 else (HALF_ROW, ROW)
+    result = plgpu.ShapeDtypeStruct(shape, first.dtype, whole)
+
+    @plgpu.inline_mgpu(arg_types=(half, half), return_type=result)
+    def join(_, *halves):
         layout = whole.to_mgpu()
         registers = np.empty(layout.registers_shape(shape), dtype=object)
-        for one in np.moveaxis(registers, HALF_AXIS[len(shape)], 0):
-            one[...] = x.registers.reshape(one.shape)
-        return FragmentedArray(_registers=registers, _layout=layout, _is_signed=x.is_signed)
+        places = np.moveaxis(registers, HALF_AXIS[len(shape)], 0)
+        for place, x in zip(places, halves, strict=True):
+            place[...] = x.registers.reshape(place.shape)
+        signed = halves[0].is_signed
+        return FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
-    return repeat(x)
+    return join(first, second)
 
 
 def store_swizzled(ref, x, *, line: int, interpret: object):

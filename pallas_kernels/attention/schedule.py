@@ -34,6 +34,8 @@ class Schedule:
         these parts all find a CTA; None: never.
       order: of the work list. "tiles": a tile's KV heads one after the other; "heads": a KV head's
         tiles, so that fewer keys and values are in use at a time and stay in the L2 cache.
+      quiet: rows that hold no query are zeros in both products, where they would be numbers that
+        nobody reads; for half_rows and overlap "scores".
     """
 
     consumers: int = 2
@@ -44,6 +46,7 @@ class Schedule:
     columns: int = 1
     most_columns: int | None = None
     order: str = "tiles"
+    quiet: bool = False
 
     def __post_init__(self):
         if self.consumers not in (1, 2):
@@ -62,6 +65,8 @@ class Schedule:
             raise ValueError(f"ctas={self.ctas} must be at least 1")
         if self.half_rows and self.consumers != 1:
             raise ValueError(f"half_rows needs consumers=1, got {self.consumers}")
+        if self.quiet and not (self.half_rows and self.overlap == "scores"):
+            raise ValueError(f"quiet needs half_rows and overlap='scores', got {self}")
         if self.columns not in (1, 2, 4):
             raise ValueError(f"columns={self.columns} must be 1, 2 or 4")
 

@@ -260,6 +260,7 @@ def decode_schedules(case: BitCase) -> dict[str, Schedule]:
         return {"blocks": blocks}
     half = dataclasses.replace(DECODE, half_rows=True)
     found = {"half_rows_few_ctas": dataclasses.replace(half, ctas=7)}
+    found["half_rows_quiet"] = dataclasses.replace(half, quiet=True)
     for columns in (1, 2, 4) if case.head_dim == 128 else (1, 2):
         found[f"half_rows_{columns}_parts"] = dataclasses.replace(half, columns=columns)
     blocks = dataclasses.replace(blocks, half_rows=True)
