@@ -13,7 +13,6 @@ from .hopper_math import (
     fused_multiply_add,
     joined,
     rows_to_tile,
-    second_half,
     sum_rows,
 )
 from .hopper_problem import I32, Cta, key_phase
@@ -70,11 +69,6 @@ def own_rows(x, cta: Cta):
 
 def scale_rows(acc, factor, cta: Cta):
     """acc [64, n] times float32[rows]; also the rows that hold no query, see `own_rows`."""
-    if cta.schedule.quiet:  # the others are zeros, and in use in the products
-        own = first_half(acc, interpret=cta.interpret)
-        own *= rows_to_tile(factor, acc.shape[1], layout=cta.tile)
-        rest = second_half(acc, interpret=cta.interpret)
-        return joined(own, rest, interpret=cta.interpret)
     if cta.schedule.half_rows:
         factor = both_halves(factor, interpret=cta.interpret)
     return acc * rows_to_tile(factor, acc.shape[1])

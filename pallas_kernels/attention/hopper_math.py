@@ -98,24 +98,14 @@ def sum_rows(x, *, half: bool, interpret: object):
 
 def first_half(x, *, interpret: object):
     """The first eight rows of each warp: [64, n] in TILE -> [32, n] in HALF_TILE."""
-    return _half(x, 0, interpret=interpret)
-
-
-def second_half(x, *, interpret: object):
-    """The last eight rows of each warp, as `first_half`."""
-    return _half(x, 1, interpret=interpret)
-
-
-def _half(x, which: int, *, interpret: object):
     if interpret:
-        eights = x.reshape(-1, 2, WARP_ROWS // 2, x.shape[1])
-        return eights[:, which].reshape(-1, x.shape[1])
+        return x.reshape(-1, WARP_ROWS, x.shape[1])[:, : WARP_ROWS // 2].reshape(-1, x.shape[1])
     result = plgpu.ShapeDtypeStruct((x.shape[0] // 2, x.shape[1]), x.dtype, HALF_TILE)
 
     @plgpu.inline_mgpu(arg_types=(TILE,), return_type=result)
     def take(_, x):
         layout = HALF_TILE.to_mgpu()
-        registers = x.registers.take(which, HALF_AXIS[2])
+        registers = x.registers.take(0, HALF_AXIS[2])
         return FragmentedArray(
             _registers=registers.reshape(layout.registers_shape(result.shape)),
             _layout=layout,
