@@ -121,7 +121,7 @@ def both_halves(x, *, interpret: object):
 
 
 def joined(first, second, *, interpret: object):
-    """Twice [32, ...] in HALF_TILE or HALF_ROW -> [64, ...]: each warp's first rows, then its last."""
+    """Each warp's first and last eight rows, [32, ...] in HALF_TILE or HALF_ROW -> [64, ...]."""
     shape = (2 * first.shape[0], *first.shape[1:])
     if interpret:
         eights = [x.reshape(-1, 1, WARP_ROWS // 2, *x.shape[1:]) for x in (first, second)]
