@@ -145,6 +145,7 @@ def _decode_schedule(items: int, *, group: int, head_dim: int, ctas: int) -> Sch
         overlap="blocks" if fits[0] > 1 else "scores",
         ctas=-(-items * fits[0] // rounds),
         half_rows=half,
+        quiet=half and fits[0] == 1,
         columns=fits[0],
         # A bucket of 8 rows often holds one.
         most_columns=parts[0] if fits[0] > 1 and fits[0] < parts[0] else None,

@@ -229,7 +229,7 @@ def check_case(case: BitCase) -> dict:
     for name, schedule in decode_schedules(case).items():
         compare(name, run(steps, schedule=schedule, seed=7), places)
     if case.kv_split is None:
-        for tokens in (1, 8, 256):
+        for tokens in (1, 8, 64, 256):
             compare_rounded(f"decode_rounded_like_{tokens}", steps, places, tokens)
     compare("decode_two_wg", run(steps[::-1], schedule=PREFILL), places[::-1])
     compare("alone", run(steps[-1:], schedule=DECODE), places[-1:])

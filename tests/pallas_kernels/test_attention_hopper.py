@@ -424,6 +424,7 @@ def test_few_rows_are_shared_by_more_ctas():
         )
         assert chosen.consumers == 1 and chosen.half_rows == (group <= 4)
         assert (chosen.overlap == "blocks") == (chosen.columns > 1)
+        assert chosen.quiet == (chosen.half_rows and chosen.columns == 1)
         return chosen.columns, chosen.most_columns
 
     found = [columns(n) for n in (1, 4, 8, 16, 256)]
