@@ -17,6 +17,7 @@ from .hopper_math import (
 )
 from .hopper_problem import I32, Cta, key_phase
 from .hopper_product import IN_FLIGHT, awaited, start_product
+from .hopper_turned import add_turned_product, factor_columns, keep_weights, keys_to_columns
 from .schedule import WARPGROUP_ROWS
 
 
@@ -38,15 +39,20 @@ def slot_of(step, cta: Cta):
 
 
 def start_scores(step, wg, cta: Cta):
-    """Starts s = q k^T, [64, kv_block], for the block of a step; see `awaited`."""
+    """Starts s = q k^T, [64, kv_block], for the block of a step; see `awaited`.
+
+    Turned, s^T [kv_block, 8].
+    """
     mem = cta.memory
     plgpu.barrier_wait(mem.k_loaded.at[key_phase(step, cta)])
-    k_ref = mem.k_smem.at[slot_of(step, cta)]
-    return start_product(mem.q_smem.at[wg], k_ref, interpret=cta.interpret)
+    operands = mem.q_smem.at[wg], mem.k_smem.at[slot_of(step, cta)]
+    if cta.schedule.turned:
+        operands = operands[::-1]
+    return start_product(*operands, interpret=cta.interpret)
 
 
 def first_scores(step, wg, cta: Cta):
-    """s = q k^T float32[64, kv_block] of an item's first block."""
+    """s = q k^T float32[64, kv_block], or turned, of an item's first block."""
     await_turn(wg, cta)
     s = start_scores(step, wg, cta)
     pass_turn(wg, cta)
@@ -55,8 +61,8 @@ def first_scores(step, wg, cta: Cta):
     return s
 
 
-def own_rows(x, cta: Cta):
-    """The rows of a [64, n] accumulator that the softmax is done for.
+def own_rows(x, cta: Cta, side=0):
+    """The rows of a [64, n] accumulator that the softmax is done for, turned back where they were.
 
     With half the rows, the registers of the others stay in use until here: where parts of an
     accumulator are dead from the product on, ptxas finds no registers for products in flight and
@@ -64,11 +70,18 @@ def own_rows(x, cta: Cta):
     """
     if x.shape[0] == cta.rows:
         return x
+    if cta.schedule.turned:
+        return keys_to_columns(x, side, cta)
     return first_half(lax.optimization_barrier(x), interpret=cta.interpret)
 
 
-def scale_rows(acc, factor, cta: Cta):
-    """acc [64, n] times float32[rows]; also the rows that hold no query, see `own_rows`."""
+def scale_rows(acc, factor, cta: Cta, side=0):
+    """acc [64, n] times float32[rows]; also the rows that hold no query, see `own_rows`.
+
+    Turned, the factors are what `keep_weights` kept.
+    """
+    if cta.schedule.turned:
+        return factor_columns(acc, cta.memory.alpha_smem.at[side])
     if cta.schedule.half_rows:
         factor = both_halves(factor, interpret=cta.interpret)
     return acc * rows_to_tile(factor, acc.shape[1])
@@ -85,9 +98,9 @@ def row_operand(p, cta: Cta, zeros=None):
     return both_halves(p, interpret=cta.interpret) if cta.schedule.half_rows else p
 
 
-def mask_scores(s, block, position, cta: Cta):
+def mask_scores(s, block, position, cta: Cta, side=0):
     """-inf where a key lies behind its query or before the window; row 0 stands at `position`."""
-    problem, s = cta.problem, own_rows(s, cta)
+    problem, s = cta.problem, own_rows(s, cta, side)
     row = plgpu.broadcasted_iota(I32, s.shape, 0, layout=cta.tile)
     column = plgpu.broadcasted_iota(I32, s.shape, 1, layout=cta.tile)
     query = position + (row & (cta.row_of(1, 0) - 1))
@@ -99,11 +112,17 @@ def mask_scores(s, block, position, cta: Cta):
 
 
 def softmax_step(s, state, cta: Cta):
-    """The online softmax of one block: (p in the value dtype, (rescaled acc, m, l))."""
+    """The online softmax of one block: (p in the value dtype, (rescaled acc, m, l)).
+
+    Turned, p goes to shared memory.
+    """
     acc, m, total = state
     s = own_rows(s, cta)
     new_m = raise_maximum(m, s, cta)
     p, alpha, row_sum = exponentials(s, m, new_m, cta)
+    if cta.schedule.turned:
+        keep_weights(p, alpha, 0, cta)
+        p = None
     acc, total = scale_rows(acc, alpha, cta), add_to_total(total, alpha, row_sum, cta)
     acc, total, new_m, p = lax.optimization_barrier((acc, total, new_m, p))
     return p, (acc, new_m, total)
@@ -123,7 +142,7 @@ def exponentials(s, m, new_m, cta: Cta):
         s, problem.log2_scale, least, layout=cta.tile, interpret=cta.interpret
     )
     e = jnp.exp2(exponents)
-    row_sum = sum_rows(e, half=cta.schedule.half_rows, interpret=cta.interpret)
+    row_sum = sum_rows(e, layout=cta.tile, interpret=cta.interpret)
     return e.astype(problem.dtype), alpha, row_sum
 
 
@@ -156,12 +175,16 @@ def zero_tail(v_ref, valid):
 
 def accumulate(acc, p, step, wg, cta: Cta, *, zeros=None, zero_tail_of=None):
     """acc + p v, waited for; zero_tail_of = (context, block) for an item's last block."""
-    mem, slot, p = cta.memory, slot_of(step, cta), row_operand(p, cta, zeros)
+    mem, slot = cta.memory, slot_of(step, cta)
+    p = None if cta.schedule.turned else row_operand(p, cta, zeros)
     plgpu.barrier_wait(mem.v_loaded.at[slot])
     await_turn(wg, cta)
     if zero_tail_of is not None:
         zero_values_behind(*zero_tail_of, slot, wg, cta)
-    if cta.problem.interpret:
+    if cta.schedule.turned:
+        p_ref = mem.p_smem.at[lax.rem(step, I32(cta.schedule.sides))]
+        acc = add_turned_product(acc, p_ref, mem.v_smem.at[slot], cta)
+    elif cta.problem.interpret:
         mem.p_smem[wg] = p
         acc = acc + interpreted_product(mem.p_smem.at[wg], mem.v_smem.at[slot])
         pass_turn(wg, cta)

@@ -17,7 +17,6 @@ from .hopper_block import (
 from .hopper_math import LOWEST, TILE
 from .hopper_problem import I32, Cta, Item, Problem, block_range
 from .hopper_quiet import empty_rows, first_maxima
-from .schedule import WARPGROUP_ROWS
 
 
 def plain_blocks(item: Item, lo, hi, wg, problem: Problem):
@@ -80,7 +79,7 @@ def attend_item(item: Item, step, wg, cta: Cta):
 
 def empty_state(cta: Cta):
     """(acc, m, l) before any key."""
-    acc = jnp.zeros((WARPGROUP_ROWS, cta.columns), jnp.float32)
+    acc = jnp.zeros(cta.accumulator, jnp.float32)
     m = jnp.full((cta.rows,), LOWEST, jnp.float32)
     return (
         plgpu.layout_cast(acc, TILE),

@@ -7,13 +7,14 @@ from jax import lax
 
 from . import hopper_work as work
 from .hopper_problem import I32, Cta, Item, block_range, count_rounds, key_phase, read_item
+from .schedule import HEADS
 
 
 def load_items(refs, cta: Cta):
     """Loads each item's queries, then its keys and values block by block, as room comes free.
 
-    refs = (q [T, Nkv, G, Dh], k and v pages [P, Nkv, Tp, Dh], tiles [N, 8], page table
-    [B, Mp]), all in global memory.
+    refs = (q [T, Nkv, G, Dh], turned [T Nkv G, Dh], k and v pages [P, Nkv, Tp, Dh], tiles [N, 8],
+    page table [B, Mp]), all in global memory.
     """
     q_gmem, k_gmem, v_gmem, tiles_gmem, pages_gmem = refs
     mem, stages = cta.memory, cta.schedule.stages
@@ -95,6 +96,11 @@ def load_items(refs, cta: Cta):
 
 def load_queries(q_gmem, item: Item, cta: Cta):
     """Each head's rows of each warpgroup; other requests' rows come along and are never stored."""
+    if cta.schedule.turned:
+        first, _ = cta.first_head(item.first, item.head)
+        rows = q_gmem.at[pl.ds(pl.multiple_of(first, HEADS), HEADS)]
+        plgpu.copy_gmem_to_smem(rows, cta.memory.q_smem.at[0], cta.memory.q_loaded.at[0])
+        return
     tokens = cta.problem.tokens
     for wg in range(cta.schedule.consumers):
         first = pl.multiple_of(item.first + wg * tokens, work.ALIGN)

@@ -29,6 +29,15 @@ HALF_TILE = plgpu.Layout.TILED(
 )
 HALF_ROW = HALF_TILE.reduce(1)
 WARP_ROWS = 16
+# [8, n]: sixteen threads a row. A thread holds every other eight of columns, of each one column;
+# its neighbours hold the other eights, then the other column of a pair, then the other pairs.
+EIGHTS = plgpu.Layout.TILED(
+    Tiling(((8, 16), (2, 16), (8,), (2,), (1,))),
+    warp_dims=(-7,),
+    lane_dims=(-5, -3, -2, -4),
+    vector_dim=-1,
+)
+EIGHTS_ROW = EIGHTS.reduce(1)
 HALF_AXIS = {2: 4, 1: 2}  # which axis of the registers of TILE, and of ROW, numbers the two halves
 
 
@@ -78,20 +87,21 @@ def rows_to_tile(x, width: int, *, layout=TILE):
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (x.shape[0], width), [0]), layout)
 
 
-def sum_rows(x, *, half: bool, interpret: object):
+def sum_rows(x, *, layout, interpret: object):
     """float32[rows, n] -> float32[rows], in one fixed order of columns whatever the layout.
 
     A thread adds the pairs of columns it holds to two sums, even and odd pairs, adds these, then
     the two of a pair, then those of its neighbours. Mosaic has as many sums as `acc_ilp` says for
-    the rows that a thread holds together, which are two in TILE and one in HALF_TILE.
+    the rows that a thread holds together, which are two in TILE and one in HALF_TILE. In EIGHTS
+    each of these sums has a thread of its own.
     """
-    if not half or interpret:
+    if layout == TILE or interpret:
         return x.sum(axis=1)
-    result = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, HALF_ROW)
+    result = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout.reduce(1))
 
-    @plgpu.inline_mgpu(arg_types=(HALF_TILE,), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
     def add(_, x):
-        return x.reduce("add", 1, acc_ilp=4)
+        return x.reduce("add", 1, acc_ilp=1 if layout == EIGHTS else 4)
 
     return add(x)
 

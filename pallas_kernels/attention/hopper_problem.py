@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from . import hopper_work as work
-from .hopper_math import HALF_ROW, HALF_TILE, LOG2_E, ROW, TILE
-from .schedule import WARPGROUP_ROWS, Schedule, warpgroup_tokens
+from .hopper_math import EIGHTS, EIGHTS_ROW, HALF_ROW, HALF_TILE, LOG2_E, ROW, TILE
+from .schedule import HEADS, WARPGROUP_ROWS, Schedule, warpgroup_tokens
 
 I32 = jnp.int32
 
@@ -73,16 +73,22 @@ class Cta:
     @property
     def rows(self) -> int:
         """Rows of a warpgroup that the softmax is done for."""
+        if self.schedule.turned:
+            return HEADS
         return WARPGROUP_ROWS // 2 if self.schedule.half_rows else WARPGROUP_ROWS
 
     @property
     def tile(self):
         """Layout of [rows, n]."""
+        if self.schedule.turned:
+            return EIGHTS
         return HALF_TILE if self.schedule.half_rows else TILE
 
     @property
     def row(self):
         """Layout of [rows]."""
+        if self.schedule.turned:
+            return EIGHTS_ROW
         return HALF_ROW if self.schedule.half_rows else ROW
 
     @property
@@ -96,9 +102,26 @@ class Cta:
         return min(self.columns, 64)
 
     def row_of(self, head: int, token):
-        """Row, of those the softmax is done for, of a query head's token."""
+        """Row, of those the softmax is done for, of a query head's token.
+
+        Turned, the rows are query heads from `first_head` on.
+        """
+        if self.schedule.turned:
+            return head
         stride = self.problem.tokens
         return head * (stride // 2 if self.schedule.half_rows else stride) + token
+
+    def first_head(self, token, head):
+        """(first flat query head of the eight that a turned item loads, its own first of them)."""
+        own = (token * self.problem.kv_heads + head) * self.problem.group
+        place = lax.rem(own, I32(HEADS))
+        return own - place, place
+
+    @property
+    def accumulator(self) -> tuple[int, int]:
+        """Shape of the accumulator of the outputs."""
+        turned = self.columns, HEADS
+        return turned if self.schedule.turned else (WARPGROUP_ROWS, self.columns)
 
     @property
     def takes_turns(self) -> bool:
@@ -112,11 +135,12 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     wgs, stages, dim = schedule.consumers, schedule.stages, problem.head_dim
     rows, block, dtype = WARPGROUP_ROWS, problem.kv_block, problem.dtype
     cta = Cta(problem, schedule, types.SimpleNamespace())
+    turned, queries = schedule.turned, HEADS if schedule.turned else rows
     scratch = dict(
-        q_smem=plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled),
+        q_smem=plgpu.SMEM((wgs, queries, dim), dtype, transforms=swizzled),
         k_smem=plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled),
         lse_smem=plgpu.SMEM((wgs, cta.rows), jnp.float32),
-        q_loaded=plgpu.Barrier(num_arrivals=problem.group, num_barriers=wgs),
+        q_loaded=plgpu.Barrier(num_arrivals=1 if turned else problem.group, num_barriers=wgs),
         q_consumed=plgpu.Barrier(num_arrivals=2 if schedule.overlap == "blocks" else wgs),
         k_loaded=plgpu.Barrier(
             num_arrivals=problem.copies_a_block, num_barriers=schedule.key_phases
@@ -129,6 +153,14 @@ def scratch_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     )
     if wgs > 1 and problem.stores_tiles:  # decode has only partial tiles
         scratch["o_tile_smem"] = plgpu.SMEM((wgs, rows, dim), dtype, transforms=swizzled)
+    if turned:
+        scratch |= dict(
+            # Padded: rows begin in different banks.
+            s_smem=plgpu.SMEM((schedule.sides, HEADS, block + 4), jnp.float32),
+            p_smem=plgpu.SMEM((schedule.sides, HEADS, block), dtype, transforms=swizzled),
+            alpha_smem=plgpu.SMEM((schedule.sides, HEADS), jnp.float32),
+            inverse_smem=plgpu.SMEM((1, HEADS), jnp.float32),
+        )
     if schedule.overlap == "blocks":
         vector = plgpu.SMEM((2, cta.rows), jnp.float32)
         scratch |= dict(
@@ -161,9 +193,9 @@ def column_types(problem: Problem, schedule: Schedule) -> dict[str, Any]:
         # Plain rows, for single tokens.
         o_smem=plgpu.SMEM((wgs, cta.rows, cta.columns), problem.out_dtype),
     )
-    if blocks:
+    if blocks and not schedule.turned:
         view["p_smem"] = plgpu.SMEM((sides, WARPGROUP_ROWS, block), dtype, transforms=swizzled)
-    elif problem.interpret:
+    elif problem.interpret and not schedule.turned:
         view["p_smem"] = plgpu.SMEM((sides, WARPGROUP_ROWS, block), dtype)
     return view
 

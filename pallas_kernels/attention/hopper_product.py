@@ -16,6 +16,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from .hopper_math import TILE
+from .schedule import WARPGROUP_ROWS
 
 IN_FLIGHT = plgpu.Layout._WGMMA_ACC_32BIT
 SWIZZLE = 128  # bytes: a group of columns of queries and keys
@@ -24,7 +25,7 @@ STEP = 16  # columns of an instruction
 
 
 def start_product(q_ref, k_ref, *, interpret: object):
-    """Starts q k^T of [64, Dh] and [n, Dh] in shared memory; only `awaited` may read it.
+    """Starts q k^T of [m, Dh] and [n, Dh] in shared memory; only `awaited` may read it.
 
     Column steps ascend as in Pallas' own product. The interpret mode computes it at once.
     """
@@ -44,15 +45,18 @@ def start_product(q_ref, k_ref, *, interpret: object):
         shape, element = ir.MemRefType(q.type).shape, ir.MemRefType(q.type).element_type
         keys = mgpu.memref_transpose(k, (1, 0, 3, 2))
         places = (
-            _places(q, (rows, GROUP), rhs=False),
+            _places(q, (WARPGROUP_ROWS, GROUP), rhs=False),
             _places(keys, (GROUP, columns), rhs=True),
         )
         nvvm.wgmma_fence_aligned()
         registers = []
-        for group in range(shape[1]):
-            for step in range(GROUP // STEP):
-                at = [place(group, step) for place in places]
-                registers = _step(registers, *at, columns, element)
+        for part in range(rows // WARPGROUP_ROWS):
+            sums = []
+            for group in range(shape[1]):
+                for step in range(GROUP // STEP):
+                    at = [place(m, group, step) for m, place in zip((part, 0), places, strict=True)]
+                    sums = _step(sums, *at, columns, element)
+            registers += sums
         _effect("wgmma.commit_group.sync.aligned;")
         layout = IN_FLIGHT.to_mgpu()
         held = np.array(registers, dtype=object).reshape(layout.registers_shape(result.shape))
@@ -62,8 +66,8 @@ def start_product(q_ref, k_ref, *, interpret: object):
 
 
 def _places(ref, group_size: tuple[int, int], *, rhs: bool):
-    """Where a step of a group of columns finds its operand: (group, step) -> descriptor."""
-    (base, (_, (a_step,))), (_, a_group), _ = mma_utils.create_descriptor(
+    """Where a step finds its operand: (64 rows of the left one, columns, step) -> descriptor."""
+    (base, (_, (a_step,))), (a_part, a_group), _ = mma_utils.create_descriptor(
         ref,
         swizzle=SWIZZLE,
         large_tile=(GROUP, GROUP),
@@ -71,9 +75,9 @@ def _places(ref, group_size: tuple[int, int], *, rhs: bool):
         logical_k_major=rhs,
     )
 
-    def place(group: int, step: int):
+    def place(part: int, group: int, step: int):
         i64 = ir.IntegerType.get_signless(64)
-        offset = mma_utils.encode_addr(group * a_group + step * a_step)
+        offset = mma_utils.encode_addr(part * a_part + group * a_group + step * a_step)
         flags = llvm.IntegerOverflowFlags.none
         return llvm.add(base, arith.constant(i64, offset), overflow_flags=flags)
 
@@ -104,7 +108,7 @@ def _step(registers: list, q, k, columns: int, element) -> list:
 
 
 def awaited(product, *, interpret: object):
-    """The product's numbers, float32 [64, n], once nothing is in flight."""
+    """The product's numbers, float32 [m, n], once nothing is in flight."""
     if interpret:
         return product
     result = plgpu.ShapeDtypeStruct(product.shape, product.dtype, TILE)

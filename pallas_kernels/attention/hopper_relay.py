@@ -27,6 +27,7 @@ from .hopper_block import (
 from .hopper_item import empty_state, plain_blocks
 from .hopper_math import LOWEST, store_plain, store_swizzled
 from .hopper_problem import I32, Cta, Item, block_range, count_rounds, read_item
+from .hopper_turned import add_turned_product, keep_weights
 
 MULTIPLIER = 2  # the warpgroup behind the two of the softmax
 
@@ -50,8 +51,8 @@ def score_items(tiles_gmem, wg, cta: Cta):
                 plain = (block >= plain_start) & (block < plain_end)
                 s = lax.cond(
                     plain,
-                    lambda s: own_rows(s, cta),
-                    lambda s: mask_scores(s, block, item.position, cta),
+                    lambda s: own_rows(s, cta, wg),
+                    lambda s: mask_scores(s, block, item.position, cta, wg),
                     first_scores(at, I32(0), cta),
                 )
                 hand_over(s, at, block == lo, wg, cta)
@@ -92,12 +93,15 @@ def hand_over(s, at, first, wg, cta: Cta):
     def _():
         plgpu.barrier_wait(mem.p_consumed.at[wg])
 
-    p = row_operand(p, cta)
-    store_swizzled(mem.p_smem.at[wg], p, line=cta.line, interpret=cta.interpret)
-    keep(mem.alpha_smem.at[wg], alpha)
     keep(mem.sum_smem.at[wg], row_sum)
     keep(mem.top_smem.at[wg], new_m)
-    plgpu.commit_smem()
+    if cta.schedule.turned:
+        keep_weights(p, alpha, wg, cta)
+    else:
+        p = row_operand(p, cta)
+        store_swizzled(mem.p_smem.at[wg], p, line=cta.line, interpret=cta.interpret)
+        keep(mem.alpha_smem.at[wg], alpha)
+        plgpu.commit_smem()
     plgpu.barrier_arrive(mem.p_ready.at[wg])
 
 
@@ -117,7 +121,7 @@ def multiply_item(item: Item, step, wg, cta: Cta):
             plgpu.load(ref.at[side], layout=cta.row)
             for ref in (mem.alpha_smem, mem.sum_smem, mem.top_smem)
         )
-        acc, total = scale_rows(acc, alpha, cta), add_to_total(total, alpha, row_sum, cta)
+        acc, total = scale_rows(acc, alpha, cta, side), add_to_total(total, alpha, row_sum, cta)
         acc = add_product(acc, mem.p_smem.at[side], mem.v_smem.at[slot], cta)
         plgpu.barrier_arrive(mem.v_consumed.at[slot])
         plgpu.barrier_arrive(mem.p_consumed.at[side])
@@ -128,6 +132,8 @@ def multiply_item(item: Item, step, wg, cta: Cta):
 
 def add_product(acc, p_ref, v_ref, cta: Cta):
     """acc + p v, both operands in shared memory; waited for."""
+    if cta.schedule.turned:
+        return add_turned_product(acc, p_ref, v_ref, cta)
     if cta.interpret:
         return acc + interpreted_product(p_ref, v_ref)
 

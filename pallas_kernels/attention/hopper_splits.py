@@ -77,7 +77,7 @@ def merge_splits(
     out_dtype,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """parts float32 [S, T or more, Nkv, G, LINE], lses float32 [S, T, Nkv, G] -> (o, lse).
+    """parts float32 [S, T or more, Nkv, G, LINE], lses likewise without LINE -> (o, lse).
 
     Args:
       positions: int32 [T]; num_tokens: int32 [].
@@ -106,7 +106,7 @@ def merge_splits(
         interpret=interpret,
     )(
         parts.reshape(splits, rows, heads, line),
-        lses.reshape(splits, tokens, heads),
+        lses.reshape(splits, rows, heads),
         positions,
         num_tokens.reshape(1),
     )

@@ -25,10 +25,10 @@ def make_tiles(batch, *, tokens: int, tile_tokens: int) -> jax.Array:
 
     Returns:
       tiles int32[N, 8], one row a tile: request, first flat row (a multiple of 8, perhaps before
-      the request), the tile's rows [begin, end) that are the request's, position of row 0 (perhaps
-      negative), how many keys the request has once the whole batch is in its pages, a range of keys
-      (see `split_tiles`), and in every row how many tiles are in use. The others, behind them, are
-      empty.
+      the request, unless a tile is one row), the tile's rows [begin, end) that are the request's,
+      position of row 0 (perhaps negative), how many keys the request has once the whole batch is in
+      its pages, a range of keys (see `split_tiles`), and in every row how many tiles are in use.
+      The others, behind them, are empty.
 
     Invariance: only integers are added; the order of tiles decides when a query is computed, never
     how.
@@ -37,7 +37,7 @@ def make_tiles(batch, *, tokens: int, tile_tokens: int) -> jax.Array:
     starts = jnp.minimum(batch.query_start[:-1], ends)
     requests = starts.shape[0]
     number = max_tiles(tokens, requests, tile_tokens)
-    bases = starts // ALIGN * ALIGN
+    bases = starts if tile_tokens == 1 else starts // ALIGN * ALIGN
     tiles_of = jnp.where(ends > starts, (ends - bases + tile_tokens - 1) // tile_tokens, 0)
     tile_end = _running_sum(tiles_of)
     index = jnp.arange(number, dtype=jnp.int32)
@@ -69,9 +69,7 @@ def _running_sum(counts: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(before, counts[None, :], 0), axis=1, dtype=jnp.int32)
 
 
-def split_tiles(
-    tiles: jax.Array, *, kv_split: int, splits: int, window: int | None
-) -> tuple[jax.Array, jax.Array]:
+def split_tiles(tiles: jax.Array, *, kv_split: int, splits: int, window: int | None) -> jax.Array:
     """Repeats every tile for each range of `kv_split` keys in which one of its queries sees some.
 
     Args:
@@ -82,8 +80,7 @@ def split_tiles(
 
     Returns:
       table int32 [N * splits, 8] with the range in column SPLIT, those in use first and their
-      number in column COUNT, and places int32 [N, splits], where in the table tile n's range s
-      stands.
+      number in column COUNT.
     """
     number = tiles.shape[0]
     split = jnp.arange(splits, dtype=jnp.int32)[None, :]
@@ -93,10 +90,7 @@ def split_tiles(
         used &= (split + 1) * kv_split > position + begin - (window - 1)
     table = jnp.repeat(tiles, splits, axis=0).at[:, SPLIT].set(jnp.tile(split[0], number))
     order = jnp.argsort(jnp.logical_not(used).reshape(-1), stable=True)
-    ascending = jnp.arange(number * splits, dtype=jnp.int32)
-    places = jnp.zeros_like(ascending).at[order].set(ascending, unique_indices=True)
-    table = table[order].at[:, COUNT].set(jnp.sum(used, dtype=jnp.int32))
-    return table, places.reshape(number, splits)
+    return table[order].at[:, COUNT].set(jnp.sum(used, dtype=jnp.int32))
 
 
 def token_places(tiles: jax.Array, *, tokens: int) -> tuple[jax.Array, jax.Array]:

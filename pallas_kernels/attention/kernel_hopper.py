@@ -54,9 +54,11 @@ from .hopper_problem import (
 from .hopper_relay import MULTIPLIER, multiply_item, score_items
 from .hopper_splits import LINE, merge_splits
 from .hopper_store import store_rows
+from .hopper_turned import divide_columns
 from .schedule import (
+    HEADS,
     MOST_HALF,
-    MULTIPROCESSORS,
+    WARPGROUP_ROWS,
     Schedule,
     schedule_for,
     warpgroup_tokens,
@@ -87,7 +89,10 @@ def finish_items(tiles_gmem, outs, wg, attend, cta: Cta):
     def finish_item(turn, step):
         item = read_item(tiles_gmem, turn, cta)
         (acc, m, total), step = attend(item, step, wg, cta)
-        o = own_rows(acc, cta) * rows_to_tile(1.0 / total, cta.columns, layout=cta.tile)
+        if cta.schedule.turned:
+            o = divide_columns(acc, total, cta)
+        else:
+            o = own_rows(acc, cta) * rows_to_tile(1.0 / total, cta.columns, layout=cta.tile)
         o = o.astype(cta.problem.out_dtype)
         store_rows(outs, item, wg, o, (m + jnp.log2(total)) * LN_2, cta)
         return step
@@ -110,7 +115,7 @@ def for_fitting(tiles_gmem, ctas: list[Cta], call):
 def launch(q, k_pages, v_pages, tiles, page_table, problem: Problem, schedule: Schedule, splits=1):
     """Runs the kernel: o like q [T, Nkv, G, Dh], lse float32 [tiles, Nkv, consumers, 64].
 
-    With split keys o is float32 [splits, T, Nkv, G, LINE or more].
+    With split keys o is float32 [splits, T, Nkv, G, LINE or more], and lse without the last axis.
     """
     items = tiles.shape[0] * problem.kv_heads * schedule.widths[-1].columns
     schedule = dataclasses.replace(schedule, ctas=min(schedule.ctas, items))
@@ -136,8 +141,11 @@ def launch(q, k_pages, v_pages, tiles, page_table, problem: Problem, schedule: S
     rows = Cta(problem, schedule, types.SimpleNamespace()).rows
     lse_shape = (tiles.shape[0], problem.kv_heads, schedule.consumers, rows)
     o_shape = q.shape
+    if schedule.turned:
+        q = q.reshape(-1, problem.head_dim)
     if problem.kv_split is not None:
-        o_shape = (splits, *q.shape[:3], max(problem.head_dim, LINE))
+        lse_shape = (splits, *o_shape[:3])
+        o_shape = (*lse_shape, max(problem.head_dim, LINE))
     out_type = (
         jax.ShapeDtypeStruct(o_shape, problem.out_dtype),
         jax.ShapeDtypeStruct(lse_shape, jnp.float32),
@@ -226,7 +234,9 @@ def attention_hopper(
     )
     if (needed := shared_bytes(problem, schedule)) > CTA_BYTES:
         raise ValueError(f"{schedule} needs {needed} bytes of shared memory, over {CTA_BYTES}")
-    tile_tokens = 8 if schedule.half_rows else warpgroup_tokens(group) * schedule.consumers
+    tile_tokens = warpgroup_tokens(group) * schedule.consumers
+    if schedule.turned or schedule.half_rows:
+        tile_tokens = 1 if schedule.turned else 8
     tiles = work.make_tiles(batch, tokens=tokens, tile_tokens=tile_tokens)
     if padded != tokens:
         q = jnp.pad(q, ((0, padded - tokens), (0, 0), (0, 0), (0, 0)))
@@ -257,19 +267,11 @@ def _in_ranges(
     problem: Problem,
     schedule: Schedule,
 ) -> tuple[jax.Array, jax.Array]:
-    """o float32 [splits, T, Nkv, G, width] and lse [splits, T, Nkv, G] of every range of keys."""
+    """o float32 [splits, T, Nkv, G, width] and lse, one number a line, of every range of keys."""
     assert problem.kv_split is not None
     splits = -(-batch.page_table.shape[1] * problem.page_size // problem.kv_split)
-    table, places = work.split_tiles(
-        tiles, kv_split=problem.kv_split, splits=splits, window=problem.window
-    )
-    o, lse_tiles = launch(q, k_pages, v_pages, table, batch.page_table, problem, schedule, splits)
-    tokens = batch.positions.shape[0]
-    lse = [
-        _untile_lse(lse_tiles[places[:, s]], tiles, tokens, problem, schedule)
-        for s in range(splits)
-    ]
-    return o, jnp.stack(lse)
+    table = work.split_tiles(tiles, kv_split=problem.kv_split, splits=splits, window=problem.window)
+    return launch(q, k_pages, v_pages, table, batch.page_table, problem, schedule, splits)
 
 
 def attention_hopper_op(
@@ -301,11 +303,8 @@ def attention_hopper_op(
         kv_heads=kv_heads,
         group=group,
         head_dim=head_dim,
+        split=topology.kv_split is not None,
     )
-    if topology.kv_split is not None:  # float32 results take the room of a third stage
-        schedule = dataclasses.replace(
-            schedule, stages=2, columns=1, most_columns=None, ctas=MULTIPROCESSORS
-        )
     return attention_hopper(
         q,
         k_pages,
@@ -325,9 +324,11 @@ def _untile_lse(
     """lse float32 [tiles, Nkv, consumers, rows] -> [T, Nkv, G]; dropped if nobody asks for it."""
     tile, place = work.token_places(tiles, tokens=tokens)
     wg, place = (x[:, None, None] for x in (place // problem.tokens, place % problem.tokens))
-    head = jnp.arange(lse_tiles.shape[1])[None, :, None]
+    head = jnp.arange(lse_tiles.shape[1], dtype=jnp.int32)[None, :, None]
     cta = Cta(problem, schedule, types.SimpleNamespace())
     row = cta.row_of(1, 0) * jnp.arange(problem.group)[None, None, :] + place
+    if schedule.turned:
+        row += cta.first_head(jnp.arange(tokens, dtype=jnp.int32)[:, None, None], head)[1]
     return lse_tiles[tile[:, None, None], head, wg, row]
 
 
@@ -350,5 +351,9 @@ def _check(
         )
     if schedule.half_rows and q.shape[2] > MOST_HALF:
         raise ValueError(f"half_rows serves up to {MOST_HALF} query heads a KV head, {q.shape[2]}")
+    if schedule.turned and HEADS % q.shape[2]:
+        raise ValueError(f"turned serves groups that divide {HEADS}, got {q.shape[2]}")
+    if schedule.turned and q.shape[3] // schedule.columns < WARPGROUP_ROWS:
+        raise ValueError(f"turned needs {WARPGROUP_ROWS} columns a part, got {schedule}")
     if scale <= 0:
         raise ValueError(f"scale={scale} must be positive")

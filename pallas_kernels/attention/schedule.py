@@ -8,6 +8,7 @@ row, and when.
 import dataclasses
 
 WARPGROUP_ROWS = 64  # query rows of one consumer warpgroup: the m of the wgmma instruction
+HEADS = 8  # query heads of a turned item: the least n of the wgmma instruction
 MOST_HALF = 4  # query heads a KV head that have a warp each, its first eight rows for tokens
 LONG = 16_384  # query tokens a request from which the L2 cache is too small for all KV heads
 MULTIPROCESSORS = 132  # of an H200
@@ -36,6 +37,9 @@ class Schedule:
         tiles, so that fewer keys and values are in use at a time and stay in the L2 cache.
       quiet: rows that hold no query are zeros in both products, where they would be numbers that
         nobody reads; for half_rows and overlap "scores".
+      turned: an item is one token; keys are the rows of the scores' product and value columns those
+        of the outputs', beside 8 columns of query heads; for one consumer, overlap "scores" or
+        "blocks", and groups that divide 8.
     """
 
     consumers: int = 2
@@ -47,6 +51,7 @@ class Schedule:
     most_columns: int | None = None
     order: str = "tiles"
     quiet: bool = False
+    turned: bool = False
 
     def __post_init__(self):
         if self.consumers not in (1, 2):
@@ -67,6 +72,8 @@ class Schedule:
             raise ValueError(f"half_rows needs consumers=1, got {self.consumers}")
         if self.quiet and not (self.half_rows and self.overlap == "scores"):
             raise ValueError(f"quiet needs half_rows and overlap='scores', got {self}")
+        if self.turned and (self.consumers > 1 or self.overlap == "turns" or self.half_rows):
+            raise ValueError(f"turned needs consumers=1, whole rows and no turns, got {self}")
         if self.columns not in (1, 2, 4):
             raise ValueError(f"columns={self.columns} must be 1, 2 or 4")
 
@@ -82,6 +89,11 @@ class Schedule:
     def computing(self) -> int:
         """Warpgroups that compute; one more loads."""
         return 3 if self.overlap == "blocks" else self.consumers
+
+    @property
+    def sides(self) -> int:
+        """Warpgroups that do a softmax of their own for an item."""
+        return 2 if self.overlap == "blocks" else 1
 
     @property
     def key_phases(self) -> int:
@@ -111,22 +123,33 @@ def schedule_for(
     kv_heads: int,
     group: int,
     head_dim: int,
+    split: bool = False,
     ctas: int = MULTIPROCESSORS,
 ) -> Schedule:
     """Picks the schedule of a batch of `tokens` query tokens in `requests` requests.
 
+    `split`: keys are split (topology), which gives work to every CTA.
+
     Invariance: every schedule gives the same bits, so this may look at the row count.
     """
-    if tokens <= 2 * requests:  # decode: a tile holds a token or two, a second warpgroup would idle
-        return _decode_schedule(tokens * kv_heads, group=group, head_dim=head_dim, ctas=ctas)
-    long = tokens >= LONG * requests
-    return Schedule(
-        consumers=2,
-        stages=2 if head_dim == 128 else 4,
-        overlap="turns",
-        order="heads" if long else "tiles",
-        ctas=ctas,
-    )
+    # Decode: a tile holds a token or two, a second warpgroup would idle. Eight tokens fit a tile.
+    if tokens <= max(2 * requests, 8):
+        items = ctas if split else tokens * kv_heads
+        found = _decode_schedule(items, group=group, head_dim=head_dim, ctas=ctas)
+        # A turned item is one token: several of a request would each read all of its keys.
+        alone = tokens <= requests and found.columns == 1
+        if alone and HEADS % group == 0 and head_dim == 128:
+            found = dataclasses.replace(found, half_rows=False, quiet=False, turned=True)
+    else:
+        found = Schedule(
+            consumers=2,
+            stages=2 if head_dim == 128 else 4,
+            overlap="turns",
+            order="heads" if tokens >= LONG * requests else "tiles",
+            ctas=ctas,
+        )
+    # Results of ranges are float32, and take the room of a third stage.
+    return dataclasses.replace(found, stages=2) if split else found
 
 
 def _decode_schedule(items: int, *, group: int, head_dim: int, ctas: int) -> Schedule:

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from bi_jax.pallas_kernels.attention.kernel_hopper import attention_hopper
-from bi_jax.pallas_kernels.attention.schedule import MOST_HALF, Schedule, schedule_for
+from bi_jax.pallas_kernels.attention.schedule import HEADS, MOST_HALF, Schedule, schedule_for
 from bi_jax.pallas_kernels.ragged import RaggedBatch
 
 KV_BLOCK, PAGE = 128, 64
@@ -256,10 +256,19 @@ def check_case(case: BitCase) -> dict:
 def decode_schedules(case: BitCase) -> dict[str, Schedule]:
     """Further schedules for decode, by name, with room for a float32 o."""
     blocks = dataclasses.replace(DECODE, overlap="blocks")
+    turned = dataclasses.replace(DECODE, overlap="scores", turned=True)
+    found = {}
+    if HEADS % case.group == 0:
+        found = {"turned": turned, "turned_few_ctas": dataclasses.replace(turned, ctas=7)}
+        if case.head_dim == 128:
+            found["turned_2_parts"] = dataclasses.replace(turned, columns=2)
+            found["turned_blocks_2_parts"] = dataclasses.replace(
+                turned, overlap="blocks", columns=2
+            )
     if case.group > MOST_HALF:
-        return {"blocks": blocks}
+        return found | {"blocks": blocks}
     half = dataclasses.replace(DECODE, half_rows=True)
-    found = {"half_rows_few_ctas": dataclasses.replace(half, ctas=7)}
+    found["half_rows_few_ctas"] = dataclasses.replace(half, ctas=7)
     found["half_rows_quiet"] = dataclasses.replace(half, quiet=True)
     for columns in (1, 2, 4) if case.head_dim == 128 else (1, 2):
         found[f"half_rows_{columns}_parts"] = dataclasses.replace(half, columns=columns)

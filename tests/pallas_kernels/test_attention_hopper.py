@@ -316,12 +316,11 @@ def test_ranges_of_a_tile():
         window: work.split_tiles(tiles, kv_split=128, splits=3, window=window)
         for window in (None, 120)
     }
-    table, places = (np.asarray(a) for a in found[None])
+    table = np.asarray(found[None])
     count = table[:, work.COUNT]
     used = [(r, s) for r, s in zip(table[:, work.REQUEST], table[:, work.SPLIT], strict=True)]
     assert count[0] == 4 and used[:4] == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    assert places[0].tolist() == [0, 1, 2] and places[1, 0] == 3
-    table = np.asarray(found[120][0])
+    table = np.asarray(found[120])
     count = table[:, work.COUNT]
     assert count[0] == 3 and table[:3, work.SPLIT].tolist() == [1, 2, 0]
 
@@ -422,7 +421,9 @@ def test_few_rows_are_shared_by_more_ctas():
         chosen = schedule_for(
             tokens=tokens, requests=tokens, kv_heads=kv_heads, group=group, head_dim=head_dim
         )
-        assert chosen.consumers == 1 and chosen.half_rows == (group <= 4)
+        single = chosen.columns == 1 and head_dim == 128
+        assert chosen.consumers == 1 and chosen.turned == (single and 8 % group == 0)
+        assert chosen.half_rows == (group <= 4 and not chosen.turned)
         assert (chosen.overlap == "blocks") == (chosen.columns > 1)
         assert chosen.quiet == (chosen.half_rows and chosen.columns == 1)
         return chosen.columns, chosen.most_columns
@@ -432,6 +433,11 @@ def test_few_rows_are_shared_by_more_ctas():
     chosen = functools.partial(schedule_for, kv_heads=8, group=4, head_dim=128)
     many = [chosen(tokens=n, requests=n).ctas for n in (64, 256)]
     assert many == [128, 128]  # 4 and 16 full rounds of the 132 that there are
+    # Several tokens of one request would read its keys several times if they were turned.
+    mixed = [chosen(tokens=n, requests=requests) for n, requests in ((8, 1), (64, 32), (8, 8))]
+    assert [(s.consumers, s.half_rows, s.turned) for s in mixed] == [(1, True, False)] * 3
+    split = chosen(tokens=8, requests=8, split=True)
+    assert split.turned and (split.columns, split.stages, split.ctas) == (1, 2, 132)
     assert columns(1, group=8) == (1, None) and columns(1, head_dim=64, kv_heads=3) == (2, None)
     prefill = schedule_for(tokens=512, requests=8, kv_heads=8, group=4, head_dim=128)
     assert prefill.consumers == 2 and prefill.columns == 1 and not prefill.half_rows

@@ -64,6 +64,7 @@ def rows_in_use(x: np.ndarray) -> list[int]:
     return np.flatnonzero(np.any(x != 0, axis=1)).tolist()
 
 
+@pytest.mark.slow
 def test_only_the_rows_of_queries_hold_numbers(monkeypatch):
     """Three heads of one token, the first or the second of its tile; the outputs are the same."""
     want, loud = watched(monkeypatch, LOUD)
