@@ -57,6 +57,11 @@ class Case:
         return -(-self.tokens // 8) * 8
 
     @property
+    def requests(self) -> int:
+        """Requests that the step has room for; an engine's have room for as many as rows."""
+        return max(len(self.queries), self.rows if self.decode else 0)
+
+    @property
     def decode(self) -> bool:
         return max(self.queries) == 1
 
@@ -96,6 +101,7 @@ CASES = (
     decode(64, 4096),
     decode(256, 1024),
     decode(256, 2048),
+    decode(1, 32_768),
     decode(1, 32_768, kv_split=2048),
 )
 
@@ -104,17 +110,19 @@ def make_batch(case: Case) -> tuple[RaggedBatch, int]:
     """The metadata of a case on shuffled pages, and how many pages there are."""
     counts = [-(-c // PAGE) for c in case.contexts]
     order = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
-    table = np.zeros((len(counts), max(counts)), np.int32)
+    table = np.zeros((case.requests, max(counts)), np.int32)
     for b, n in enumerate(counts):
         table[b, :n] = order[sum(counts[:b]) :][:n]
     pairs = zip(case.queries, case.contexts, strict=True)
     positions, request = np.zeros((2, case.rows), np.int32)
     positions[: case.tokens] = np.concatenate([np.arange(c - q, c) for q, c in pairs])
     request[: case.tokens] = np.repeat(np.arange(len(counts)), case.queries)
+    starts = np.full(case.requests + 1, case.tokens, np.int32)
+    starts[: len(counts)] = np.cumsum([0, *case.queries[:-1]])
     batch = RaggedBatch(
         positions=jnp.asarray(positions),
         request=jnp.asarray(request),
-        query_start=jnp.asarray(np.concatenate([[0], np.cumsum(case.queries)]), jnp.int32),
+        query_start=jnp.asarray(starts),
         page_table=jnp.asarray(table),
         num_tokens=jnp.int32(case.tokens),
     )
@@ -278,7 +286,7 @@ def make_row(case: Case, schedule: str, times: list[float], peer: float) -> dict
 def candidates(case: Case, *, every: bool) -> list[Schedule]:
     chosen = schedule_for(
         tokens=case.rows,
-        requests=max(len(case.queries), case.rows if case.decode else 0),
+        requests=case.requests,
         kv_heads=KV_HEADS,
         group=GROUP,
         head_dim=HEAD_DIM,
