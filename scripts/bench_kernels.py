@@ -5,11 +5,12 @@ Two steps, so that a machine without a GPU does the tracing:
     python scripts/bench_kernels.py lower programs/ [--workers 14] # anywhere
     python scripts/bench_kernels.py run programs/ --json out.json  # on the chip
 
-Device time: the durations of the kernels of a program, from the profiler; medians over launches.
-Every launch of a program has weights and rows of its own, several times the L2 cache together, and
-equal launches cannot be merged. Ours runs in a row bucket, as in an engine (8 to 256
-by powers of two, then multiples of 8); the peer, XLA's dot through autotuned cuBLAS, at the exact
-number of rows.
+Device time: the durations of the kernels of a program, from the profiler; medians of seven calls,
+in which ours and its peers take turns, cells of few rows first (large products heat the card).
+Peers are compiled, which tries their algorithms, while nothing else runs. Every launch of a program
+has weights and rows of its own, several times the L2 cache together, and equal launches cannot be
+merged. Ours runs in a row bucket, as in an engine (8 to 256 by powers of two, then multiples of 8);
+the peer, XLA's dot through autotuned cuBLAS, at the exact number of rows.
 """
 
 import argparse
@@ -21,14 +22,16 @@ import json
 import os
 import pathlib
 import re
+import statistics
 import time
 
 import jax
 import jax.experimental.pallas.mosaic_gpu  # loads the kernels' runtime
 import jax.numpy as jnp
 import numpy as np
-from device_timing import copy_bandwidth, device_times, header, operand, wall_times
+from device_timing import copy_bandwidth, device_times_by_turns, header, operand, wall_times
 from jax import export, lax
+from kernel_cells import bucket, cells, fastest_cells, summary, write_report
 from lower_programs import add_lowering_options, lower_command, to_json
 
 # (N, K) of the products of Llama-3.1-8B and Qwen3-8B; the first two are in both.
@@ -44,13 +47,9 @@ SHAPES = {
 SWIGLU_SHAPES = {"llama_swiglu": (14336, 4096), "qwen_swiglu": (12288, 4096)}
 ROWS = (1, 2, 3, 4, 8, 16, 32, 33, 64, 100, 128, 256, 257, 512, 1000, 1024, 2048, 4096, 8192)
 SWIGLU_ROWS = (1, 8, 64, 256, 1024, 4096, 8192)
+CALLS = 7  # of each program, by turns with those of its cell
 ROTATED_BYTES = 250e6  # weights of one program, against an L2 of 50 to 60 MB
 PROOF = dict(m=264, n=1024, k=2048)  # of the proof of equal bits; last tiles of few rows
-
-
-def bucket(rows: int) -> int:
-    """Rows of the batch that carries `rows`: powers of two from 8 to 256, then multiples of 8."""
-    return -(-rows // 8) * 8 if rows > 256 else max(8, 1 << (rows - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,27 +248,36 @@ def run(args) -> None:
     print(f"operands after {time.time() - begin:.0f} s", flush=True)
     peer_options = {} if args.any_peer else _cublas_only()
 
-    def build(item):  # without running ours, so that the peer's autotuning has the chip to itself
+    def build(item):
         return compile_program(item[1], item[0], peer_options)
 
-    built = _in_threads(build, todo, begin + 0.65 * args.budget)
+    ours = [item for item in todo if item[0].schedule is not None or item[0].proof]
+    built = _in_threads(build, ours, begin + 0.4 * args.budget, os.cpu_count())
+    print(f"{len(built)} of {len(ours)} built after {time.time() - begin:.0f} s", flush=True)
+    peers = [item for item in todo if item not in ours]
+    built += _in_threads(build, peers, begin + 0.75 * args.budget, 1)
     print(f"{len(built)} of {len(todo)} built after {time.time() - begin:.0f} s", flush=True)
     ready = _warmed(built, dict(todo), args)
     print(f"{len(ready)} ready after {time.time() - begin:.0f} s", flush=True)
 
     bandwidth = copy_bandwidth()
-    timed = [(p, c) for p, c in ready if not p.proof]
-    runs = [(c, operands(p), p.launches) for p, c in timed]
+    blocks = collections.defaultdict(list)
+    for p, c in ready:
+        if not p.proof:
+            blocks[bucket(p.m), p.kind, p.shape].append((p, c))
+    cells_in_turn = [blocks[key] for key in sorted(blocks)]
+    runs = [[(c, operands(p), p.launches) for p, c in cell] for cell in cells_in_turn]
     try:
-        micros = device_times(runs)
+        micros = device_times_by_turns(runs, CALLS)
     except Exception as error:
         print("no profile:", repr(error)[:1500], flush=True)
-        micros = wall_times(runs)
+        micros = [[us] for cell in runs for us in wall_times(cell)]
+    timed = [p for cell in cells_in_turn for p, _ in cell]
     rows = "ours in its row bucket (2^n from 8 to 256, then multiples of 8), the peer exact"
     result: dict = dict(header=header(bandwidth) | dict(rows=rows))
     result["times"] = [
-        dict(to_json(p), launches=p.launches, us=us)
-        for (p, _), us in zip(timed, micros, strict=True)
+        dict(to_json(p), launches=p.launches, us=statistics.median(us), calls=us)
+        for p, us in zip(timed, micros, strict=True)
     ]
     args.json.write_text(json.dumps(result))
     print(f"timed after {time.time() - begin:.0f} s", flush=True)
@@ -314,9 +322,9 @@ def _cublas_only() -> dict:
     return options
 
 
-def _in_threads(work, items, deadline: float) -> list:
+def _in_threads(work, items, deadline: float, threads) -> list:
     """(program, work(item)) for the items that finish in time; prints why others do not."""
-    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    pool = concurrent.futures.ThreadPoolExecutor(threads)
     futures = [pool.submit(work, item) for item in items]
     concurrent.futures.wait(futures, timeout=max(deadline - time.time(), 1))
     pool.shutdown(wait=False, cancel_futures=True)
@@ -331,89 +339,6 @@ def _in_threads(work, items, deadline: float) -> list:
     if failed:
         print(failed.most_common(12), flush=True)
     return done
-
-
-def cells(result, dtype: str = "bfloat16") -> list[dict]:
-    """One row a cell: ours (the fastest schedule measured), the peer and the ratio."""
-    ours, peer = {}, {}
-    for t in result["times"]:
-        key = (t["kind"], t["shape"], t["m"])
-        if t["schedule"] is None:
-            peer[key] = t
-        elif key not in ours or t["us"] < ours[key]["us"]:
-            ours[key] = t
-    bandwidth = result["header"]["copy_bandwidth_tb_s"] * 1e12
-    rows = []
-    for (kind, shape, m), p in peer.items():
-        t = ours.get((kind, shape, bucket(m)))
-        if t is None:
-            continue
-        parts = 2 if kind == "swiglu" else 1
-        moved = 2 * (parts * p["n"] * p["k"] + m * p["k"])
-        moved += m * p["n"] * (4 if p["out"] == "float32" else 2)
-        floor = max(moved / bandwidth, 2 * parts * m * p["n"] * p["k"] / 989e12) * 1e6
-        rows.append(
-            dict(
-                op="matmul" if kind == "matmul" else "swiglu_matmul",
-                case=shape,
-                rows=m,
-                dtype=dtype,
-                ours_us=round(t["us"], 2),
-                peer="XLA dot (cuBLAS)" if kind == "matmul" else "XLA dot (cuBLAS) + fused silu",
-                peer_us=round(p["us"], 2),
-                ratio=round(t["us"] / p["us"], 4),
-                ceiling_fraction=round(floor / t["us"], 4),
-                schedule=t["schedule"],
-            )
-        )
-    return rows
-
-
-def label(s) -> str:
-    tile = f"{'swap ' if s['swap'] else ''}{s['tile_m']}x{s['tile_n']}x{s['tile_k']}"
-    shape = f"st{s['stages']} wg{s['warpgroups']}{s['split']} c{s['cluster_m']}{s['cluster_n']}"
-    return f"{tile} {shape} {s['raster']}{s['raster_width']}"
-
-
-def fastest_cells(results) -> list[dict]:
-    """Each cell from the run in which ours was fastest; ours and the peer are of one run."""
-    best = {}
-    for row in (row for result in results for row in cells(result)):
-        key = (row["op"], row["case"], row["rows"])
-        if key not in best or row["ours_us"] < best[key]["ours_us"]:
-            best[key] = row
-    return list(best.values())
-
-
-def summary(rows, bits) -> None:
-    by_case = collections.defaultdict(list)
-    for r in rows:
-        by_case[r["case"]].append(r)
-    for case, members in by_case.items():
-        text = " ".join(
-            f"{r['rows']}:{r['ours_us']:.1f}/{r['ratio']:.2f}/{r['ceiling_fraction']:.2f}"
-            for r in members
-        )
-        print(f"{case} rows:us/ratio/ceiling {text}")
-    plain = [r["ratio"] for r in rows if r["op"] == "matmul"]
-    if plain:
-        mean = float(np.exp(np.mean(np.log(plain))))
-        print(f"cells {len(plain)}, geometric mean {mean:.4f}, worst {max(plain):.3f}")
-    ours = [b for b in bits if b["kind"].startswith("bits") and b["schedule"]]
-    print(
-        f"bits: {len(ours)} schedules, {sum(b['differing'] > 0 for b in ours)} differ; controls",
-        [(b["kind"], b["differing"]) for b in bits if b["kind"].startswith("control")],
-        "errors",
-        [f"{b['kind']}:{b['error']:.3e}" for b in bits if b["schedule"] is None],
-        f"ours {max((b['error'] for b in ours), default=0):.3e}",
-    )
-
-
-def write_report(path: pathlib.Path, result: dict, rows: list[dict]) -> None:
-    """A line for each row and each proof."""
-    lines, proofs = (",\n  ".join(map(json.dumps, part)) for part in (rows, result["bits"]))
-    head = json.dumps(result["header"])
-    path.write_text(f'{{"header": {head},\n"rows": [\n  {lines}],\n"bits": [\n  {proofs}]}}\n')
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -50,14 +50,43 @@ def operand(seed: int, shape: tuple, wide: bool):
 
 def device_times(runs) -> list[float]:
     """Microseconds of kernels a launch, for (compiled, operands, launches) run in a row."""
+    return [statistics.median(calls) for calls in device_times_by_turns([[run] for run in runs])]
+
+
+def device_times_by_turns(cells, calls: int = CALLS) -> list[list[float]]:
+    """Microseconds a launch, for each call of each (compiled, operands, launches).
+
+    The runs of a cell take turns, so that a clock which falls falls for all of them.
+    """
+    order = turns([len(cell) for cell in cells], calls)
+    runs = [run for cell in cells for run in cell]
+    found: list[list[float]] = [[] for _ in runs]
+    for index, total in zip(order, _traced(runs, order), strict=False):
+        found[index].append(total / runs[index][2])
+    return found
+
+
+def turns(sizes, calls: int) -> list[int]:
+    """Members of cells of these sizes, counted through, in the order in which they are called."""
+    order, first = [], 0
+    for size in sizes:
+        members = range(first, first + size)
+        for call in range(calls):
+            order += members if call % 2 == 0 else reversed(members)
+        first += size
+    return order
+
+
+def _traced(runs, order) -> list[float]:
+    """Microseconds of all kernels of runs[i], for each i of `order`."""
     mark = jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
     dot = jnp.ones(8, jnp.float32)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for compiled, args, _ in runs:
-                for _ in range(CALLS):
-                    jax.block_until_ready(mark(dot))
-                    jax.block_until_ready(compiled(*args))
+            for index in order:
+                compiled, args, _ = runs[index]
+                jax.block_until_ready(mark(dot))
+                jax.block_until_ready(compiled(*args))
             jax.block_until_ready(mark(dot))
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         events = _gpu_events(jax.profiler.ProfileData.from_file(str(path)))
@@ -68,14 +97,10 @@ def device_times(runs) -> list[float]:
             groups.append(current)
         elif current is not None:
             current.append(duration)
-    if len(groups) < len(runs) * CALLS:
+    if len(groups) < len(order):
         names = collections.Counter(name for name, _ in events).most_common(9)
         raise RuntimeError(f"{len(groups)} markers in the trace, which holds {names}")
-    totals = [sum(g) / 1e3 for g in groups]
-    return [
-        statistics.median(totals[i * CALLS : (i + 1) * CALLS]) / launches
-        for i, (_, _, launches) in enumerate(runs)
-    ]
+    return [sum(group) / 1e3 for group in groups]
 
 
 def wall_times(runs) -> list[float]:

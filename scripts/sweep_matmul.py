@@ -21,6 +21,7 @@ import time
 
 import bench_kernels as bench
 import bench_segments
+import kernel_cells
 from lower_programs import add_lowering_options, lower_command
 
 from bi_jax.pallas_kernels.matmul.schedule import (
@@ -203,7 +204,7 @@ def report(path: pathlib.Path) -> None:
     peers = {(t["shape"], t["m"]): t["us"] for t in result["times"] if t["schedule"] is None}
     differing = [b["schedule"] for b in result.get("bits", []) if b.get("differing")]
     print(f"{len(result.get('bits', []))} proofs; with other bits (controls included):")
-    print([bench.label(s) if s else s for s in differing])
+    print([kernel_cells.label(s) if s else s for s in differing])
     for (kind, name, m), _ in cells().items():
         n, k = (bench.SHAPES | bench.SWIGLU_SHAPES)[name]
         rows, out = bench.bucket(m), "float32" if name == "lm_head" else "bfloat16"
@@ -215,7 +216,7 @@ def report(path: pathlib.Path) -> None:
         found.sort(key=lambda t: t["us"])
         peer = peers.get((name, m), float("nan"))
         texts = [
-            f"{t['us']:.1f} ({t['us'] / peer:.3f}) {bench.label(t['schedule'])}"
+            f"{t['us']:.1f} ({t['us'] / peer:.3f}) {kernel_cells.label(t['schedule'])}"
             + (" <- now" if t["schedule"] == now else "")
             for t in found
         ]
