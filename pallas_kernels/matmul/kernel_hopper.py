@@ -89,20 +89,36 @@ def _load_weights(p: Problem, w_gmem, w_smem, k_loaded, n0, k_i) -> None:
             )
 
 
-def _loader(p: Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) -> None:
-    """Role of the last warpgroup: keeps up to `stages` steps of x and w in flight."""
-    s = p.s
+def _slot_of(p: Problem, count):
+    """Stage of the step that comes `count` steps after this CTA's first."""
+    return lax.rem(jnp.int32(count), jnp.int32(p.s.stages))
+
+
+def _slot_after(p: Problem, slot):
+    """Of the next step. A remainder by 3 or 5 in every step would hold the products up."""
+    return lax.select(slot == p.s.stages - 1, jnp.int32(0), slot + 1)
+
+
+def _slot_before(p: Problem, slot):
+    return lax.select(slot == 0, jnp.int32(p.s.stages - 1), slot - 1)
+
+
+def _loader(*operands, p: Problem) -> None:
+    """Role of the last warpgroup: one warp, so that no copy waits for the others."""
     plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
 
-    def slot_of(count):
-        return lax.rem(count, s.stages)
+    @plgpu.warp_map
+    def _of_warp(warp):
+        pl.when(warp == 0)(functools.partial(_load, p, *operands))
+
+
+def _load(p: Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) -> None:
+    """Keeps up to `stages` steps of x and w in flight."""
+    s = p.s
 
     def load_tile(i, m0, n0):
-        def load_step(k_i, _):
-            count = i * p.k_steps + k_i
-            slot = slot_of(count)
-
-            @pl.when(count >= s.stages)
+        def load_step(k_i, slot):
+            @pl.when((i > 0) | (k_i >= s.stages))
             def _wait_for_room():
                 plgpu.barrier_wait(k_consumed.at[slot])
 
@@ -113,14 +129,15 @@ def _loader(p: Problem, x_gmem, w_gmem, x_smem, w_smem, k_loaded, k_consumed) ->
             ]
             for load in reversed(loads) if s.weights_first else loads:
                 load()
+            return _slot_after(p, slot)
 
-        lax.fori_loop(0, p.k_steps, load_step, None)
+        lax.fori_loop(0, p.k_steps, load_step, _slot_of(p, i * p.k_steps))
 
     _tile_loop(p, load_tile)
 
     # The other CTAs of the cluster still signal this one: leave only when every slot is free.
     def drain(count, _):
-        plgpu.barrier_wait(k_consumed.at[slot_of(count)])
+        plgpu.barrier_wait(k_consumed.at[_slot_of(p, count)])
 
     steps = _tiles_here(p) * p.k_steps
     lax.fori_loop(lax.max(steps - s.stages, 0), steps, drain, None)
@@ -135,9 +152,7 @@ def _multiply(p: Problem, i, segment: int, acc, x_smem, w_smem, k_loaded, k_cons
     w_part = pl.ds(wg * width, width) if s.split == "n" else pl.ds(0, width)
     first = i * p.k_steps + segment * p.segment_steps
 
-    def mma_step(k_i, _):
-        count = first + k_i
-        slot = lax.rem(count, s.stages)
+    def mma_step(k_i, slot):
         # Each owner counts the phases of its own barriers only.
         plgpu.barrier_wait(k_loaded.at[lax.rem(i, p.owners) * s.stages + slot])
         x_tile, w_tile = x_smem.at[slot, x_part], w_smem.at[slot, w_part]
@@ -149,23 +164,25 @@ def _multiply(p: Problem, i, segment: int, acc, x_smem, w_smem, k_loaded, k_cons
 
         @pl.when(k_i >= s.inflight)
         def _release():
-            plgpu.barrier_arrive(k_consumed.at[lax.rem(count + s.stages - s.inflight, s.stages)])
+            plgpu.barrier_arrive(k_consumed.at[_slot_before(p, slot) if s.inflight else slot])
 
-    lax.fori_loop(0, p.segment_steps, mma_step, None)
+        return _slot_after(p, slot)
+
+    slot = lax.fori_loop(0, p.segment_steps, mma_step, _slot_of(p, first))
     if s.inflight:
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(k_consumed.at[lax.rem(first + p.segment_steps - 1, s.stages)])
+        plgpu.barrier_arrive(k_consumed.at[_slot_before(p, slot)])
 
 
 def _pass_over(p: Problem, i, k_loaded, k_consumed) -> None:
     """Gives every step of a tile back untouched."""
 
-    def step(k_i, _):
-        slot = lax.rem(i * p.k_steps + k_i, p.s.stages)
+    def step(_, slot):
         plgpu.barrier_wait(k_loaded.at[slot])
         plgpu.barrier_arrive(k_consumed.at[slot])
+        return _slot_after(p, slot)
 
-    lax.fori_loop(0, p.k_steps, step, None)
+    lax.fori_loop(0, p.k_steps, step, _slot_of(p, i * p.k_steps))
 
 
 def _silu(gate):
@@ -290,7 +307,7 @@ def _body(*refs, p: Problem, **scratch) -> None:
     operands = (scratch[name] for name in ("x_smem", "w_smem", "k_loaded", "k_consumed"))
     lax.cond(
         lax.axis_index("wg") == p.s.warpgroups,
-        lambda: _loader(p, x_gmem, w_gmem, *operands),
+        lambda: _loader(x_gmem, w_gmem, *operands, p=p),
         lambda: _consumer(p, bias_gmem[0] if p.bias else None, out_gmem, scratch),
     )
 

@@ -70,8 +70,6 @@ class Schedule:
             raise ValueError(f"split={self.split!r} must be 'm', 'n' or 'turns'")
         if self.raster not in ("m", "n"):
             raise ValueError(f"raster={self.raster!r} must be 'm' or 'n'")
-        if self.split == "turns" and self.cluster_size > 1:
-            raise ValueError("warpgroups that take turns cannot share tiles in a cluster")
         if self.inflight not in (0, 1):
             raise ValueError(f"inflight={self.inflight} must be 0 or 1")
         if self.stages <= self.inflight:
@@ -236,7 +234,10 @@ TUNED: dict[tuple[int, int, int], tuple[tuple[int, Schedule], ...]] = {
     (12288, 4096, 2): (
         (64, Schedule(tile_m=64, tile_n=96, tile_k=128, stages=3, out_slots=1)),
         (128, Schedule(tile_m=128, tile_n=96, warpgroups=2, inflight=0)),
-        (256, Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2, inflight=0)),
+        (
+            256,
+            Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2, inflight=0, weights_first=True),
+        ),
         (272, _swapped(136, 64, 1, stages=6)),
         (320, Schedule(tile_m=128, tile_n=96, warpgroups=2)),
         (512, Schedule(tile_m=256, tile_n=96, stages=3, warpgroups=2, inflight=0)),
