@@ -23,7 +23,8 @@ class TokenLayout:
       target: int32 [N], the token that each row of logits has to score: the next of its sequence.
       target_place: int32 [N], where that token stands in the flattened [B, T]; N or more where
         there is none, each its own.
-      bad_row: bool [B], the row holds more sequences or a longer one than there is room for.
+      bad_row: bool [B], the row holds more sequences or a longer one than there is room for, or an
+        id outside the vocabulary.
     """
 
     tokens: Int32[Array, " N"]
@@ -45,16 +46,18 @@ def lay_out(
     *,
     max_segments: int,
     max_position: int,
+    vocab_size: int,
 ) -> TokenLayout:
     """Compacts the real tokens of every row, in order.
 
     Args:
       tokens: [B, T]; padding may hold any id.
       positions: None, or [B, T]: a sequence starts wherever it is 0.
-      segment_ids: None: all tokens are real; else 0 is padding, and a sequence starts wherever the
-        id differs from the row's real token before.
+      segment_ids: None: all tokens are real; else 0 or less is padding, and a sequence starts
+        wherever the id differs from the row's real token before.
       max_segments: sequences that a row may hold.
       max_position: longest sequence.
+      vocab_size: real tokens are below it.
 
     Invariance: integers only.
     """
@@ -81,7 +84,9 @@ def lay_out(
     request = row * max_segments + jnp.minimum(in_row, max_segments - 1)
     request = jnp.where(valid, request, requests - 1)
 
-    misfit = valid & ((in_row >= max_segments) | (position >= max_position))
+    tokens = tokens.reshape(-1)[source]
+    foreign = (tokens < 0) | (tokens >= vocab_size)
+    misfit = valid & ((in_row >= max_segments) | (position >= max_position) | foreign)
     bad_row = jnp.zeros((rows,), jnp.int32).at[row].max(misfit.astype(jnp.int32)) > 0
 
     lengths = jnp.zeros((requests,), jnp.int32)
@@ -93,7 +98,6 @@ def lay_out(
 
     following = jnp.minimum(index + 1, count - 1)
     has_next = (index + 1 < num_tokens) & ~starts[following]
-    tokens = tokens.reshape(-1)[source]
     return TokenLayout(
         tokens=tokens,
         batch=RaggedBatch(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -54,13 +55,14 @@ def token_logprobs(
       tokens: int32 [B, T]; padding, on whichever side or in the middle, may hold any id.
       positions: int32 [B, T] or None. Only its zeros count: a sequence starts at each. Positions
         themselves are counted from the start of the sequence.
-      segment_ids: int32 [B, T] or None. 0 is padding, so a 0/1 mask will do; where a row holds
-        several sequences, each has its id. None: every token is real.
+      segment_ids: int32 [B, T] or None. 0 (or less) is padding, so a 0/1 mask will do; where a row
+        holds several sequences, each has its id. None: every token is real.
       temperature: a number; divides the logits in mode "scaled". 0 is greedy: raw there.
       mode: "raw" (the model's) or "scaled" (after temperature).
       ops: what to compute with; None: what an engine on this platform takes.
       max_segments: sequences that a row may hold, static. A row with more gives NaN, as does one
-        with a sequence longer than the model's context.
+        with a sequence longer than the model's context, or with a real id outside the vocabulary
+        (-100, say, which other libraries put where nothing is to be scored).
       scan_layers: static, schedule: compile the blocks once, over a stacked copy of their
         parameters.
       mesh: static, schedule: the devices of a trainer, such as a mesh of ("fsdp", "tp"). Rows go
@@ -81,7 +83,7 @@ def token_logprobs(
     gradient of a weight is rounded once to the compute dtype, then everything is added in the
     parameters'.
     """
-    _check(tokens, positions, segment_ids)
+    _check(tokens, positions, segment_ids, max_segments)
     if model.layout is not None:
         raise ValueError(
             "token_logprobs: the parameters must lie as in a checkpoint, and this model's are laid "
@@ -142,7 +144,12 @@ class _Call:
     mesh: RowMesh | None
 
     def lay_out(self, rows: _Rows) -> TokenLayout:
-        return lay_out(*rows, max_segments=self.max_segments, max_position=self.config.max_position)
+        return lay_out(
+            *rows,
+            max_segments=self.max_segments,
+            max_position=self.config.max_position,
+            vocab_size=self.config.vocab_size,
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -274,9 +281,9 @@ def _inverse(temperature: float, mode: str) -> float:
         )
     if mode not in ("raw", "scaled"):
         raise ValueError(f"token_logprobs: mode={mode!r} must be 'raw' or 'scaled'")
-    if isinstance(temperature, jax.Array) or not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, numbers.Real) or not 0 <= temperature < float("inf"):
         raise ValueError(
-            f"token_logprobs: temperature={temperature} must be a number of Python, 0 or above: "
+            f"token_logprobs: temperature={temperature!r} must be a number of Python, 0 or above: "
             "its reciprocal is rounded on the host, as the sampler's is"
         )
     if mode == "raw" or temperature == 0:
@@ -284,8 +291,10 @@ def _inverse(temperature: float, mode: str) -> float:
     return inverse_temperature(temperature)
 
 
-def _check(tokens: Any, positions: Any, segment_ids: Any) -> None:
+def _check(tokens: Any, positions: Any, segment_ids: Any, max_segments: Any) -> None:
     op = "token_logprobs"
+    if type(max_segments) is not int or max_segments < 1:
+        raise ValueError(f"{op}: max_segments={max_segments!r} must be a positive whole number")
     contracts.check_shape(op, "tokens", tokens, (None, None))
     arrays = {"tokens": tokens, "positions": positions, "segment_ids": segment_ids}
     for name, array in arrays.items():

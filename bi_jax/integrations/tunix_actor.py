@@ -63,7 +63,8 @@ class Actor(nnx.Module):
         return self.logits(tokens, segment_ids, max_segments=MAX_SEGMENTS), None
 
     def logits(self, tokens: jax.Array, segment_ids: jax.Array, *, max_segments: int) -> jax.Array:
-        """float32 [B, T, V] of padded or packed rows, 0 at padding, NaN in a row that is too full.
+        """float32 [B, T, V] of padded or packed rows, 0 at padding, NaN in a row that is too full
+        or holds an id outside the vocabulary.
 
         Args:
           tokens, segment_ids: int32 [B, T]; 0 is padding.
@@ -76,6 +77,7 @@ class Actor(nnx.Module):
             segment_ids,
             max_segments=max_segments,
             max_position=self.config.max_position,
+            vocab_size=self.config.vocab_size,
         )
         pages = pages_for(rows, length, max_segments)
         layers = make_cache(self.config, num_pages=pages, page_size=PAGE_SIZE)

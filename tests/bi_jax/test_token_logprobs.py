@@ -144,6 +144,7 @@ def test_gradients_agree_with_stock_autodiff(one_by_one):
             jnp.asarray(batch.mask),
             max_segments=1,
             max_position=256,
+            vocab_size=small.CONFIG.vocab_size,
         )
         pages = pages_for(*batch.tokens.shape, 1)
         cache = make_cache(small.CONFIG, num_pages=pages, page_size=PAGE_SIZE)
@@ -199,8 +200,8 @@ def test_packed_rows_hold_the_same_log_probabilities():
 
 def test_layouts_by_segment_and_by_position_are_one():
     tokens, ids, _, _ = (jnp.asarray(a) for a in _packed())
-    jitted = jax.jit(lay_out, static_argnames=("max_segments", "max_position"))
-    room = dict(max_segments=8, max_position=256)
+    room = dict(max_segments=8, max_position=256, vocab_size=small.CONFIG.vocab_size)
+    jitted = jax.jit(lay_out, static_argnames=tuple(room))
     by_segment = jitted(tokens, None, ids, **room)
     starts = jnp.flatnonzero(jnp.diff(ids[0], prepend=0))
     positions = by_segment.batch.positions[None]
@@ -209,8 +210,20 @@ def test_layouts_by_segment_and_by_position_are_one():
     for a, b in zip(jax.tree.leaves(by_segment), jax.tree.leaves(by_position), strict=True):
         assert jnp.array_equal(a, b)
     assert not by_segment.bad_row.any()
-    assert jitted(tokens, None, ids, max_segments=4, max_position=256).bad_row.all()
-    assert jitted(tokens, None, ids, max_segments=8, max_position=20).bad_row.all()
+    assert jitted(tokens, None, ids, **{**room, "max_segments": 4}).bad_row.all()
+    assert jitted(tokens, None, ids, **{**room, "max_position": 20}).bad_row.all()
+
+
+def test_ids_outside_the_vocabulary_spoil_their_row_unless_they_are_padding():
+    """-100 in place of a prompt must not quietly score the rest after some other token."""
+    room = dict(max_segments=1, max_position=256, vocab_size=96)
+    jitted = jax.jit(lay_out, static_argnames=tuple(room))
+    tokens, mask = np.full((3, 12), 5, np.int32), np.ones((3, 12), np.int32)
+    mask[2, 9:], tokens[2, 9:] = 0, -100
+    for foreign, bad in ((95, False), (96, True), (-1, True), (-100, True), (2**31 - 1, True)):
+        tokens[1, 4] = foreign
+        layout = jitted(tokens, None, mask, **room)
+        assert layout.bad_row.tolist() == [False, bad, False], foreign
 
 
 @pytest.mark.slow
@@ -281,6 +294,10 @@ def test_refusals_name_what_came():
         token_logprobs(model, tokens, mode="warm")
     with pytest.raises(ValueError, match="temperature=-1 must be"):
         token_logprobs(model, tokens, temperature=-1, mode="scaled")
+    with pytest.raises(ValueError, match="temperature='hot' must be"):
+        token_logprobs(model, tokens, temperature="hot", mode="scaled")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_segments=0 must be a positive whole number"):
+        token_logprobs(model, tokens, max_segments=0)
     with pytest.raises(ValueError, match="tokens must be int32"):
         token_logprobs(model, tokens.astype(jnp.int16))
     with pytest.raises(ValueError, match=r"segment_ids must have shape \[1, 4\], got \[1, 5\]"):
