@@ -67,7 +67,7 @@ def _add_missing(
 ) -> None:
     """Adds tokens that only tokenizer_config.json knows, at the ids that it says."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    listed = config.get("added_tokens_decoder") or {}
+    listed = _added_tokens(config.get("added_tokens_decoder") or {}, folder)
     for token_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         if entry["content"] in known:
             continue
@@ -84,6 +84,19 @@ def _add_missing(
     for text in special.values():
         if text not in known:
             _add(backend, AddedToken(text, normalized=False), True)
+
+
+def _added_tokens(listed: Any, folder: Path) -> Mapping[str, Mapping[str, Any]]:
+    """Checks that they are id -> {content, ...}."""
+    entries = listed.items() if isinstance(listed, dict) else [("", listed)]
+    for token_id, entry in entries:
+        text = entry.get("content") if isinstance(entry, dict) else None
+        if not token_id.isdecimal() or not isinstance(text, str):
+            raise ValueError(
+                f"added_tokens_decoder in {folder / 'tokenizer_config.json'} must name texts by "
+                f"token id, got {entry!r:.80} at {token_id!r:.20}"
+            )
+    return listed
 
 
 def _add(backend: Tokenizer, token: AddedToken, special: bool) -> None:

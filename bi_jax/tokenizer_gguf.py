@@ -85,7 +85,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
             f"can be built from a GGUF file; {HINT}"
         )
     name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise NotImplementedError(
             f"this GGUF file has the pre-tokenizer {name!r}; supported are "
             f"{', '.join(sorted(PRE_TOKENIZERS))}; {HINT}"
@@ -149,7 +149,7 @@ def _byte_level_bpe(
 
 def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    if not isinstance(tokens, list) or not tokens or not all(type(t) is str for t in tokens):
         raise ValueError("tokenizer.ggml.tokens must be a non-empty list of strings")
     if len(set(tokens)) != len(tokens):
         twice = next(token for i, token in enumerate(tokens) if token in tokens[:i])
@@ -169,7 +169,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     pairs = []
     for place, merge in enumerate(merges):
         # A byte-level vocabulary spells a space as another letter, so the one space separates.
-        left, separator, right = merge.partition(" ")
+        left, separator, right = merge.partition(" ") if isinstance(merge, str) else ("",) * 3
         if not (left and separator and right) or " " in right:
             raise ValueError(f"tokenizer.ggml.merges[{place}]={merge!r} must be two tokens")
         pairs.append((left, right))
@@ -178,6 +178,8 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _token_id(metadata: Mapping[str, Any], key: str, count: int) -> int | None:
     token_id = metadata.get(key)
+    if token_id is not None and type(token_id) is not int:
+        raise ValueError(f"{key}={token_id!r:.80} must be a token id")
     if token_id is not None and not 0 <= token_id < count:
         raise ValueError(f"{key}={token_id} is outside the vocabulary of {count} tokens")
     return token_id

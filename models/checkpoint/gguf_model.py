@@ -70,6 +70,19 @@ class _Fields:
             raise ValueError(f"its metadata has no {self.prefix}.{key}.")
         return value
 
+    def whole(self, key: str) -> int:
+        """A positive whole number."""
+        value = self.required(key)
+        if isinstance(value, list):
+            raise NotImplementedError(
+                f"metadata {self.prefix}.{key} differs between layers, which is not supported."
+            )
+        if type(value) is not int or value < 1:
+            raise ValueError(
+                f"metadata {self.prefix}.{key}={value!r} must be a positive whole number."
+            )
+        return value
+
     def real(self, key: str, default: float | None = None) -> float:
         """A float32 of the metadata as the decimal it was written from: 1e-5, not 9.99999e-6."""
         value = self.required(key) if default is None else self.get(key, default)
@@ -78,20 +91,20 @@ class _Fields:
 
 def _config(file: GgufFile) -> TransformerConfig:
     parts = file.metadata.get("split.count", 1)
-    if parts > 1:
+    if parts not in (0, 1):
         raise NotImplementedError(f"it is one of {parts} parts; join them to one file first.")
     architecture = file.metadata.get("general.architecture")
     family = family_for_gguf(architecture)
     fields = _Fields(file, str(architecture))
-    heads = fields.required("attention.head_count")
-    head_dim = fields.get("attention.key_length", fields.required("embedding_length") // heads)
+    heads, width = fields.whole("attention.head_count"), fields.whole("embedding_length")
+    head_dim = fields.get("attention.key_length", width // heads)
     _refuse_unsupported(fields, head_dim)
     embedding = file.tensors.get("token_embd.weight")
     return TransformerConfig(
         family=family.name,
         vocab_size=embedding.shape[0] if embedding else fields.required("vocab_size"),
-        hidden_size=fields.required("embedding_length"),
-        intermediate_size=fields.required("feed_forward_length"),
+        hidden_size=width,
+        intermediate_size=fields.whole("feed_forward_length"),
         num_layers=fields.required("block_count"),
         num_query_heads=heads,
         num_kv_heads=fields.get("attention.head_count_kv", heads),
@@ -129,11 +142,8 @@ def _refuse_unsupported(fields: _Fields, head_dim: int) -> None:
                 f"metadata {fields.prefix}.{key}={fields.get(key)!r} is not supported (expected "
                 f"{accepted[-1]!r})."
             )
-    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        if isinstance(fields.get(key), list):
-            raise NotImplementedError(
-                f"metadata {fields.prefix}.{key} differs between layers, which is not supported."
-            )
+    if fields.get("attention.head_count_kv") is not None:
+        fields.whole("attention.head_count_kv")
 
 
 def _scaling(file: GgufFile, fields: _Fields) -> RopeScaling | None:
@@ -150,6 +160,9 @@ def _scaling(file: GgufFile, fields: _Fields) -> RopeScaling | None:
 
 def _token_ids(file: GgufFile) -> dict[str, Any]:
     stated = {key: file.metadata.get(f"tokenizer.ggml.{key}") for key in END_TOKEN_KEYS}
+    for key, value in stated.items():
+        if value is not None and type(value) is not int:
+            raise ValueError(f"metadata tokenizer.ggml.{key}={value!r:.80} must be a token id.")
     return {
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_ids": tuple(dict.fromkeys(t for t in stated.values() if t is not None)),

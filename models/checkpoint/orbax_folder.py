@@ -69,8 +69,8 @@ def load_orbax(
         path = (folder / PARAMS).absolute()
         try:
             stored = checkpointer.metadata(path).item_metadata.tree
-        except (FileNotFoundError, ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is no complete Orbax checkpoint: {error}") from None
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is no complete Orbax checkpoint: {_first(error)}") from None
         _check(folder, {name: tuple(entry.shape) for name, entry in stored.items()}, shapes)
         target = {
             name: jax.ShapeDtypeStruct(
@@ -78,13 +78,22 @@ def load_orbax(
             )
             for name, shape in shapes.items()
         }
-        params = checkpointer.restore(path, target)
+        try:
+            params = checkpointer.restore(path, target)
+        except Exception as error:  # Orbax raises plain Exception for files that are damaged
+            raise ValueError(f"{path} is damaged: {_first(error)}") from None
     _check_digest(folder, params)
     for name in shapes:
         params[name] = params[name].astype(host_dtype(dtype))
         if dtype == "float16" and bool(jnp.isinf(params[name]).any()):
             raise ValueError(overflow_message(name))
     return params
+
+
+def _first(error: Exception) -> str:
+    """The beginning of a message; Orbax adds pages of its own state."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].split(" See full TensorStore details")[0][:200]
 
 
 def _check_digest(folder: Path, params: Mapping[str, jax.Array]) -> None:

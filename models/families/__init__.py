@@ -57,7 +57,7 @@ def _family_for_hf(raw: Mapping[str, Any]) -> Family:
 def family_for_gguf(architecture: Any) -> Family:
     """The family of a GGUF file's `general.architecture`; NotImplementedError if there is none."""
     known = {f.gguf_architecture: f for f in FAMILIES if f.gguf_architecture is not None}
-    if architecture not in known:
+    if not isinstance(architecture, str) or architecture not in known:
         raise NotImplementedError(
             f"GGUF architecture {architecture!r} is not supported (expected one of "
             f"{', '.join(known)})."

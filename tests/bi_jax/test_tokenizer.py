@@ -164,6 +164,15 @@ def test_tokens_that_only_the_config_knows_are_added_at_their_ids(folder):
         Tokenizer.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("listed", [[1], {"x": {"content": "a"}}, {"7": {}}, {"7": {"content": 1}}])
+def test_added_tokens_that_are_damaged_are_named(folder, listed):
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config["added_tokens_decoder"] = listed
+    _write(folder / "tokenizer_config.json", config)
+    with pytest.raises(ValueError, match=r"added_tokens_decoder in .*config\.json must name texts"):
+        Tokenizer.from_pretrained(folder)
+
+
 def test_truncation_and_padding_of_the_file_are_not_applied(folder):
     file = folder / "tokenizer.json"
     whole = json.loads(file.read_text(encoding="utf-8"))

@@ -144,6 +144,10 @@ def test_a_file_is_read_and_bos_is_added_as_it_says(tmp_path):
         ({"ggml__merges": ["ab"]}, ValueError, r"merges\[0\]='ab' must be two tokens"),
         ({"ggml__merges": ["a b", "zz y"]}, ValueError, "merges do not fit its vocabulary"),
         ({"ggml__eos_token_id": 264}, ValueError, "eos_token_id=264 is outside the vocabulary"),
+        ({"ggml__eos_token_id": "2"}, ValueError, "eos_token_id='2' must be a token id"),
+        ({"ggml__tokens": [1, 2]}, ValueError, "tokens must be a non-empty list of strings"),
+        ({"ggml__merges": [3]}, ValueError, r"merges\[0\]=3 must be two tokens"),
+        ({"ggml__pre": ["gpt-2"]}, NotImplementedError, "has the pre-tokenizer"),
     ],
 )
 def test_refusals_name_what_is_wrong(changes, kind, message):

@@ -157,6 +157,19 @@ def test_parameters_that_are_not_there(saved: Path, tmp_path: Path) -> None:
         load_params(folder, read_config(folder), dtype="float32")
 
 
+def test_files_that_are_damaged(saved: Path, tmp_path: Path) -> None:
+    said = []
+    for file in sorted((saved / "params").rglob("*process_0/d/*")):
+        folder = _edit_marker(saved, tmp_path / file.name)
+        (folder / file.relative_to(saved)).write_bytes(b"")
+        try:
+            load_params(folder, read_config(folder), dtype="float32")  # some files are spare
+        except ValueError as error:
+            said.append(str(error))
+    assert said and all("params is " in text and "\n" not in text for text in said)
+    assert any("params is damaged: " in text for text in said)
+
+
 @pytest.mark.parametrize(
     "config",
     [
