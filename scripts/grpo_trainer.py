@@ -136,6 +136,9 @@ class Trainer:
 
         Returns:
           The steps behind it and its identity; 0 and None: there is no checkpoint.
+
+        Raises:
+          ValueError: it is damaged, or of another model.
         """
         root = folder.resolve() / "checkpoints"
         found = [path.parent for path in root.glob(f"*/{NAME}") if path.parent.name.isdigit()]
@@ -144,8 +147,12 @@ class Trainer:
         last = max(found, key=lambda path: int(path.name))
         like = {"params": self.params, "moments": self.moments}
         like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        with ocp.StandardCheckpointer() as checkpointer:
-            saved = checkpointer.restore(last / "state", like)
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                saved = checkpointer.restore(last / "state", like)
+        except Exception as error:  # Orbax raises plain Exception for files that are damaged
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"the checkpoint {last} cannot be restored: {reason}") from error
         self.params, self.moments = saved["params"], saved["moments"]
         return int(last.name), read_identity(last)
 

@@ -25,6 +25,7 @@ from bi_jax.flags import enable_compilation_cache
 from bi_jax.models import Transformer, build_transformer, find_demo_model, load_params, read_config
 from bi_jax.request import RequestOutput, SamplingParams
 from bi_jax.tokenizer import Tokenizer
+from bi_jax.whole_file import WholeFile
 
 # So that it also runs as a file, whose folder and not the repository is then on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,34 +37,52 @@ ROOM_FOR_PROMPT = 64  # tokens
 PAGE_SIZE = 64  # tokens
 
 
+def count(text: str) -> int:
+    """A positive whole number, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return number
+
+
+def amount(text: str) -> float:
+    """A finite number that is not negative, for argparse."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number, 0 or more")
+    return number
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     bits = parser.add_argument_group("what fixes the weights' bits")
     bits.add_argument("--model", help="folder, hub id, GGUF or Orbax; unset: SmolLM2-135M")
     bits.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype")
-    bits.add_argument("--steps", type=int, default=3)
-    bits.add_argument("--prompts", type=int, default=2, help="questions a step")
-    bits.add_argument("--samples", type=int, default=4, help="completions of a question")
-    bits.add_argument("--max-tokens", type=int, default=12)
-    bits.add_argument("--largest", type=int, default=9, help="largest summand")
+    bits.add_argument("--steps", type=count, default=3)
+    bits.add_argument("--prompts", type=count, default=2, help="questions a step")
+    bits.add_argument("--samples", type=count, default=4, help="completions of a question")
+    bits.add_argument("--max-tokens", type=count, default=12)
+    bits.add_argument("--largest", type=count, default=9, help="largest summand")
     bits.add_argument(
         "--reward", choices=REWARDS, default="answer", help="lowercase: for random weights"
     )
-    bits.add_argument("--updates", type=int, default=1, help="inner updates a step")
-    bits.add_argument("--learning-rate", type=float, default=2e-6)
-    bits.add_argument("--kl-coef", type=float, default=0.0, help="above 0 keeps a reference model")
-    bits.add_argument("--clip", type=float, default=0.2)
-    bits.add_argument("--max-norm", type=float, default=1.0)
+    bits.add_argument("--updates", type=count, default=1, help="inner updates a step")
+    bits.add_argument("--learning-rate", type=amount, default=2e-6)
+    bits.add_argument("--kl-coef", type=amount, default=0.0, help="above 0 keeps a reference model")
+    bits.add_argument("--clip", type=amount, default=0.2)
+    bits.add_argument("--max-norm", type=amount, default=1.0)
     bits.add_argument("--seed", type=int, default=0)
     speed = parser.add_argument_group("speed and memory; no bit depends on it")
     speed.add_argument("--micro-batch", type=int, default=2, help="a power of two")
-    speed.add_argument("--max-num-seqs", type=int, default=8)
-    speed.add_argument("--max-num-batched-tokens", type=int, default=64)
+    speed.add_argument("--max-num-seqs", type=count, default=8)
+    speed.add_argument("--max-num-batched-tokens", type=count, default=64)
     out = parser.add_argument_group("output")
     out.add_argument("--out", type=Path, default=Path("grpo_run"))
-    out.add_argument("--checkpoint-every", type=int, default=10)
+    out.add_argument("--checkpoint-every", type=count, default=10)
     out.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     args = parser.parse_args(argv)
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed} must be 0 or more")
     sequences = args.prompts * args.samples
     size = args.micro_batch
     if size < 1 or size & (size - 1) or sequences % size:
@@ -139,6 +158,30 @@ def run_step(
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
+    try:
+        train(args)
+    except (ValueError, NotImplementedError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def open_run(out: Path, *, resume: bool) -> Path:
+    """Makes the run's folder; returns the file of its metrics.
+
+    Raises:
+      ValueError: another run is there; what it wrote would be lost, or taken for this one's.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "metrics.jsonl"
+    begun = (out / "checkpoints").exists() or (log.exists() and log.stat().st_size > 0)
+    if begun and not resume:
+        raise ValueError(f"{out} holds a run: --resume goes on with it, --out names another folder")
+    return log
+
+
+def train(args: argparse.Namespace) -> None:
+    log = open_run(args.out, resume=args.resume)
     enable_compilation_cache()
     model, tokenizer = load(args)
     trainer = Trainer(
@@ -152,11 +195,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             micro_batch=args.micro_batch,
         ),
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = args.out / "metrics.jsonl"
     first, saved = trainer.restore(args.out) if args.resume else (0, None)
     lines = log.read_text().splitlines()[:first] if first else []
-    log.write_text("".join(line + "\n" for line in lines))
+    with WholeFile(log) as file:
+        file.write("".join(line + "\n" for line in lines))
     longest = ROOM_FOR_PROMPT + args.max_tokens
     pages = args.max_num_seqs * -(-longest // PAGE_SIZE)
     engine = Engine(
@@ -187,7 +229,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (step + 1) % args.checkpoint_every == 0 or step + 1 == args.steps:
             trainer.save(args.out, step + 1, engine.identity)
     plot(log, args.out / "run.svg")
-    return 0
 
 
 def _short(value: Any) -> str:

@@ -10,6 +10,7 @@ import pytest
 from bi_jax import EngineConfig, SamplingParams
 from bi_jax.engine import Engine
 from bi_jax.identity import Identity, IdentityWarning
+from scripts import train_grpo
 from scripts.arithmetic import REWARDS, Question, questions, reward
 from scripts.grpo_trainer import Rollout, Trainer, TrainerConfig, check_identity
 from scripts.run_plot import plot
@@ -65,6 +66,44 @@ def _steps(engine: Engine, trainer: Trainer, first: int, last: int) -> list[dict
 @pytest.fixture(scope="module")
 def run() -> list[dict]:
     return _steps(_engine(4, 16), _trainer(2), 0, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", "0"], "--steps: 0 must be 1 or more"),
+        (["--checkpoint-every", "0"], "--checkpoint-every: 0 must be 1 or more"),
+        (["--samples", "x"], "--samples: invalid count value"),
+        (["--learning-rate", "nan"], "--learning-rate: nan must be a finite number, 0 or more"),
+        (["--clip", "-1"], "--clip: -1 must be a finite number"),
+        (["--seed", "-1"], "--seed -1 must be 0 or more"),
+        (["--micro-batch", "3"], "--micro-batch 3 must be a power of two"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused_before_the_work(options, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_grpo.arguments(options)
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_is_not_written_over(tmp_path, capsys):
+    out = ["--out", str(tmp_path), "--model", "no/such/model"]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert train_grpo.main(out) == 2
+    said = capsys.readouterr().err
+    assert "holds a run: --resume goes on with it" in said and said.count("\n") == 1
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert train_grpo.main([*out, "--resume"]) == 2
+    assert "no/such/model" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    path = tmp_path / "checkpoints" / "000003"
+    (path / "state").mkdir(parents=True)
+    (path / "identity.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"the checkpoint .*000003 cannot be restored: "):
+        _trainer(2).restore(tmp_path)
 
 
 @pytest.mark.slow
