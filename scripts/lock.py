@@ -3,6 +3,7 @@
 Run it under each supported Python: the two must give the same file.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def resolve(extras: str, *args: str) -> list[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=str(__doc__).split("\n")[0]).parse_args()
     lock, gpu_lock = ROOT / "requirements/lock.txt", ROOT / "requirements/lock-cuda13.txt"
     pins = resolve("dev")
     lock.write_text(HEAD + f"{DEMO_MODEL}\n# The rest.\n" + "\n".join(pins) + "\n")

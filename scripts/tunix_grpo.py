@@ -20,9 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tunix.rl import rl_cluster
-from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-from tunix.rl.rollout.base_rollout import RolloutConfig
+
+try:
+    from tunix.rl import rl_cluster
+    from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+    from tunix.rl.rollout.base_rollout import RolloutConfig
+except ModuleNotFoundError as error:
+    if error.name != "tunix":
+        raise
+    sys.exit("error: Tunix is not installed; run pip install 'bi-jax[tunix]'")
 
 from bi_jax import EngineConfig
 from bi_jax.integrations import tunix as bi_tunix
