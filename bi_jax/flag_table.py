@@ -146,3 +146,7 @@ NCCL_VARIABLES = (
         checked="not measured by us",
     ),
 )
+
+# Beginnings of XLA_FLAGS that cannot change a bit: where XLA writes what it does, and how many
+# devices it makes of a CPU.
+NO_BITS = ("xla_dump_", "xla_force_host_platform_device_count")

@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from .flag_table import COMPILER_OPTIONS, NCCL_VARIABLES, PROCESS_FLAGS, Flag, Value
+from .flag_table import (
+    COMPILER_OPTIONS,
+    NCCL_VARIABLES,
+    NO_BITS,
+    PROCESS_FLAGS,
+    Flag,
+    Value,
+)
 
 CACHE_DIR_VARIABLE = "BI_JAX_CACHE_DIR"
 
@@ -124,11 +131,25 @@ def verify(platform: str | None = None) -> tuple[FlagState, ...]:
 
 
 def in_force(platform: str | None = None) -> tuple[tuple[str, str], ...]:
-    """Name and value of every option that our jits are compiled with, for the identity."""
+    """Name and value of every option that our jits are compiled with, for the identity.
+
+    XLA_FLAGS that our options do not override are among them: `--xla_cpu_max_isa=AVX` changes bits
+    of an RMS norm. What cannot change a bit (`NO_BITS`, another platform's) is left out.
+    """
     platform = _platform(platform or jax.default_backend())
     known = compiler_options(platform)
     wanted = [flag for flag in COMPILER_OPTIONS if platform in flag.platforms]
-    return tuple((f.name, f.text if f.name in known else "unknown option") for f in wanted)
+    ours = tuple((f.name, f.text if f.name in known else "unknown option") for f in wanted)
+    pinned = {flag.name: flag.text for flag in PROCESS_FLAGS}
+    others = "xla_gpu_" if platform == "cpu" else "xla_cpu_"
+    left = [
+        (f"XLA_FLAGS {name}", value)
+        for name, value in sorted(_parse(process_flags()).items())
+        if name not in known
+        and pinned.get(name) != value
+        and not name.startswith((*NO_BITS, others))
+    ]
+    return (*ours, *left)
 
 
 def process_flags() -> str:

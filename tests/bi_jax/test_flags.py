@@ -67,6 +67,20 @@ def test_our_options_win_over_the_environment():
     assert "XLA_FLAGS xla_allow_excess_precision false true False" in done.stdout
 
 
+def test_flags_of_the_process_that_may_change_bits_are_in_force(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    ours = flags.in_force("cpu")
+    assert all(not name.startswith("XLA_FLAGS") for name, _ in ours)
+    harmless = "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=8"
+    overridden = "--xla_allow_excess_precision=true --xla_cpu_enable_fast_math=true"
+    pinned = "--xla_gpu_deterministic_ops=true"
+    monkeypatch.setenv("XLA_FLAGS", f"{harmless} {overridden} {pinned} --xla_gpu_ftz=true")
+    assert flags.in_force("cpu") == ours
+    assert flags.in_force("gpu")[-1] == ("XLA_FLAGS xla_gpu_ftz", "true")
+    monkeypatch.setenv("XLA_FLAGS", f"{harmless} --xla_cpu_max_isa=AVX")
+    assert flags.in_force("cpu") == (*ours, ("XLA_FLAGS xla_cpu_max_isa", "AVX"))
+
+
 def test_pins_are_merged_with_what_the_user_set():
     code = (
         "import json, os\nfrom bi_jax import pin_flags\nfirst = pin_flags()\n"
