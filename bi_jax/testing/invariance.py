@@ -75,8 +75,10 @@ def assert_batch_invariant(
       AssertionError: a row's bits changed; names the batch, the row and the first difference.
       Inconclusive: nothing changed, but nothing could have: one batch only, equal rows, results
         that are not finite, or a control that gave the same bits.
-      ValueError: the arguments do not share one batch size.
+      ValueError: the arguments do not share one batch size, or have no rows.
     """
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise ValueError(f"args must be a sequence of arguments, got a {type(args).__name__}")
     in_axes = _per_argument(batch_axis, len(args))
     count = _batch_size(args, in_axes)
     first = _flat(fn(*args))
@@ -129,6 +131,9 @@ def arrangements(
 
 def _arranged(args: Sequence[Any], axes: Sequence[int | None], how: Arrangement) -> list[Any]:
     def arrange(leaf: Any, axis: int) -> Any:
+        if _is_key(leaf):  # its words are one more axis, behind the others
+            words = arrange(jax.random.key_data(leaf), axis % np.ndim(leaf))
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
         host = np.take(np.asarray(leaf), how.rows, axis=axis)
         if how.poison is not None and jnp.issubdtype(host.dtype, jnp.floating):
             bad = operands.poison(host.shape, host.dtype, how.poison)
@@ -138,7 +143,7 @@ def _arranged(args: Sequence[Any], axes: Sequence[int | None], how: Arrangement)
             host = bad
         if isinstance(leaf, jax.Array) and leaf.committed:
             return jax.device_put(host, leaf.sharding)
-        return jnp.asarray(host)
+        return jnp.asarray(host) if isinstance(leaf, jax.Array) else host
 
     return [
         arg if axis is None else jax.tree.map(lambda leaf, axis=axis: arrange(leaf, axis), arg)
@@ -239,20 +244,30 @@ def _per_result(axis: Axes, fn: Callable[..., Any], args: Sequence[Any], count: 
 
 
 def _batch_size(args: Sequence[Any], axes: Sequence[int | None]) -> int:
-    found = {
-        np.shape(leaf)[axis]
-        for arg, axis in zip(args, axes, strict=True)
-        if axis is not None
-        for leaf in jax.tree.leaves(arg)
-    }
+    found = set()
+    for place, (arg, axis) in enumerate(zip(args, axes, strict=True)):
+        for leaf in jax.tree.leaves(arg) if axis is not None else ():
+            shape = np.shape(leaf)
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    f"argument {place} has shape {list(shape)}, and so no batch axis {axis}; None "
+                    "in batch_axis says that it has none"
+                )
+            found.add(shape[axis])
     if len(found) != 1:
         raise ValueError(f"the batched arguments must share one batch size, got {sorted(found)}")
+    if 0 in found:
+        raise ValueError("the batched arguments must have at least one row, got 0")
     return found.pop()
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _has_float(args: Sequence[Any], axes: Sequence[int | None]) -> bool:
     return any(
-        jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating)
+        not _is_key(leaf) and jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating)
         for arg, axis in zip(args, axes, strict=True)
         if axis is not None
         for leaf in jax.tree.leaves(arg)

@@ -134,6 +134,30 @@ def test_bad_calls_are_refused():
         assert_batch_invariant(lambda x: x.T, [X])
     with pytest.raises(ValueError, match="control="):
         assert_batch_invariant(jnp.negative, [X], sizes=(2,), control="backwards")
+    with pytest.raises(ValueError, match="args must be a sequence of arguments, got a ndarray"):
+        assert_batch_invariant(jnp.negative, X)
+    with pytest.raises(ValueError, match="at least one row, got 0"):
+        assert_batch_invariant(jnp.negative, [X[:0]])
+    with pytest.raises(ValueError, match=r"argument 1 has shape \[\], and so no batch axis 0"):
+        assert_batch_invariant(jnp.add, [X, np.float32(1)])
+
+
+def test_random_keys_are_rows_too():
+    def draw(x, keys):
+        return x + jax.vmap(lambda key: jax.random.bits(key, dtype=jnp.uint16))(keys)[:, None]
+
+    keys = jax.random.split(jax.random.key(0), len(X))
+    ids = np.arange(len(X), dtype=np.uint16)[:, None]
+    assert_batch_invariant(jax.jit(draw), [ids, keys], sizes=(1, 3), control=None)
+    with pytest.raises(AssertionError, match="not batch-invariant"):
+        one_key = jax.jit(lambda x, keys: draw(x, keys[::-1]))
+        assert_batch_invariant(one_key, [ids, keys], sizes=(1, 3), control=None)
+
+
+def test_numpy_arguments_stay_numpy():
+    """A function of NumPy sees the dtype that it was given, wide ones too."""
+    wide = np.asarray(X, np.float64)
+    assert_batch_invariant(lambda x: x * 2, [wide], sizes=(1, 3), control=None)
 
 
 def test_the_control_shuffles_a_vocabulary_with_its_targets():
