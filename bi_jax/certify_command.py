@@ -100,14 +100,15 @@ def _buckets(sequences: int, tokens: int) -> tuple[int, ...]:
 
 def _certify_to_files(arguments: argparse.Namespace) -> int:
     from .certificate_page import page
-    from .whole_file import WholeFile
+    from .whole_file import check_writable, write_whole
 
     base = Path(arguments.output.removesuffix(".json").removesuffix(".html"))
     data, report = (base.with_name(base.name + suffix) for suffix in (".json", ".html"))
-    with WholeFile(data) as data_file, WholeFile(report) as report_file:
-        certificate = _certify(arguments)
-        data_file.write(certificate.to_json())
-        report_file.write(page(certificate, json_name=data.name))
+    check_writable(data)
+    check_writable(report)
+    certificate = _certify(arguments)
+    write_whole(data, certificate.to_json())
+    write_whole(report, page(certificate, json_name=data.name))
     print(f"{certificate.verdict.upper()}: wrote {data} and {report}")
     print(f"identity {certificate.identity.short}, digest {certificate.digest[:16]}")
     return 0 if certificate.verdict == "passed" else 1

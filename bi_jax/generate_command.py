@@ -75,25 +75,27 @@ def run_generate(arguments: argparse.Namespace) -> int:
       ValueError, NotImplementedError, OSError: bad input, in one sentence.
     """
     from .output_file import as_json_lines
-    from .whole_file import WholeFile
+    from .whole_file import check_writable, write_whole
 
     lines = _prompt_lines(arguments)
     defaults = _sampling_params(arguments)
     requests = [line.params(defaults) for line in lines]
     if arguments.stream and (len(lines) > 1 or requests[0].n > 1):
         raise ValueError("--stream shows one completion; give one prompt and n=1")
-    with WholeFile(arguments.output) as output:
-        engine = _engine(arguments)
-        prompts = [_token_ids(engine, line, arguments) for line in lines]
-        if arguments.stream:
-            outputs = [_stream(engine, prompts[0], requests[0])]
-            output.write(as_json_lines(lines, outputs, engine))
-        else:
-            outputs = engine.generate(prompts, requests, progress=True)
-            try:
-                _show(lines, outputs)
-            finally:  # also where nobody reads on: completions are costly
-                output.write(as_json_lines(lines, outputs, engine))
+    if arguments.output is not None:
+        check_writable(arguments.output)
+    engine = _engine(arguments)
+    prompts = [_token_ids(engine, line, arguments) for line in lines]
+    if arguments.stream:
+        outputs = [_stream(engine, prompts[0], requests[0])]
+    else:
+        outputs = engine.generate(prompts, requests, progress=True)
+    try:
+        if not arguments.stream:
+            _show(lines, outputs)
+    finally:  # also where nobody reads on: completions are costly
+        if arguments.output is not None:
+            write_whole(arguments.output, as_json_lines(lines, outputs, engine))
     return _check(engine, prompts, requests, outputs) if arguments.check else 0
 
 

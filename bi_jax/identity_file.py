@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from .identity import Identity
-from .whole_file import WholeFile
+from .whole_file import write_whole
 
 NAME = "identity.json"
 
@@ -12,8 +12,7 @@ NAME = "identity.json"
 def write_identity(folder: Path, identity: Identity) -> Path:
     """Writes `identity.json` into an existing folder; the file is there whole or not at all."""
     path = folder / NAME
-    with WholeFile(path) as file:
-        file.write(json.dumps(identity.to_dict(), indent=2) + "\n")
+    write_whole(path, json.dumps(identity.to_dict(), indent=2) + "\n")
     return path
 
 

@@ -6,84 +6,74 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 
-class WholeFile:
-    """A file that some work ends with; entered before the work, so that a bad path fails first.
-
-    The content goes to a temporary file beside the target and is moved over it when it is
-    complete; leaving without `write` changes nothing. A link is followed, and what is no regular
-    file (a pipe, a terminal) is written to directly.
-
-    Args:
-      path: None: nothing is written.
+def check_writable(path: str | Path) -> None:
+    """Finds out before some work whether `write_whole` can write its result; leaves no trace.
 
     Raises:
-      OSError: (on entering, and by `write`) the file cannot be written; it is named.
+      OSError: it cannot; the path is named.
     """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(21, "the output path is a folder", str(path))
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(13, "the file is there and may not be written", str(path))
+    try:
+        if _is_regular(path):
+            _temporary_beside(path).unlink()
+    except OSError as error:
+        raise _named(error, path) from None
 
-    def __init__(self, path: str | Path | None) -> None:
-        self._path = None if path is None else Path(path)
-        self._target = Path()
-        self._temporary: Path | None = None
 
-    def __enter__(self) -> WholeFile:
-        if self._path is None:
-            return self
-        self._target = Path(os.path.realpath(self._path))
-        if self._path.is_dir():
-            raise IsADirectoryError(21, "the output path is a folder", str(self._path))
-        if self._path.exists() and not os.access(self._path, os.W_OK):
-            raise PermissionError(13, "the file is there and may not be written", str(self._path))
-        if self._is_regular():
-            try:
-                handle, name = tempfile.mkstemp(dir=self._target.parent, prefix=".bi-jax-")
-            except OSError as error:
-                raise self._named(error) from None
-            os.close(handle)
-            self._temporary = Path(name)
-        return self
+def write_whole(path: str | Path, text: str) -> None:
+    """Writes a file as UTF-8: to a temporary one beside it, which is moved over it when complete.
 
-    def write(self, text: str) -> None:
-        """Puts the text into the file, as UTF-8."""
-        if self._path is None:
+    A link is followed, permissions stay, and what is no regular file (a pipe, a terminal) is
+    written to directly.
+
+    Raises:
+      OSError: it cannot be written; the path is named, and the file that was there still is.
+    """
+    path = Path(path)
+    try:
+        if not _is_regular(path):
+            path.write_text(text, encoding="utf-8")
             return
+        temporary = _temporary_beside(path)
         try:
-            if self._temporary is None:
-                self._path.write_text(text, encoding="utf-8")
-                return
-            self._temporary.write_text(text, encoding="utf-8")
-            self._temporary.chmod(self._mode())
-            os.replace(self._temporary, self._target)
-        except OSError as error:
-            raise self._named(error) from None
-        self._temporary = None
+            temporary.write_text(text, encoding="utf-8")
+            temporary.chmod(_mode(path))
+            temporary.replace(os.path.realpath(path))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _named(error, path) from None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._temporary is not None:
-            self._temporary.unlink(missing_ok=True)
 
-    def _is_regular(self) -> bool:
-        try:
-            return stat.S_ISREG(os.stat(self._target).st_mode)
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            raise self._named(error) from None
+def _temporary_beside(path: Path) -> Path:
+    handle, name = tempfile.mkstemp(dir=Path(os.path.realpath(path)).parent, prefix=".bi-jax-")
+    os.close(handle)
+    return Path(name)
 
-    def _mode(self) -> int:
-        """The permissions of the file that is there, else those that a new one gets."""
-        if self._target.exists():
-            return stat.S_IMODE(self._target.stat().st_mode)
-        mask = os.umask(0)
-        os.umask(mask)
-        return 0o666 & ~mask
 
-    def _named(self, error: OSError) -> OSError:
-        return OSError(error.errno, error.strerror, str(self._path))
+def _is_regular(path: Path) -> bool:
+    """Whether it is, or will be, an ordinary file."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def _mode(path: Path) -> int:
+    """The permissions of the file that is there, else those that a new one gets."""
+    if path.exists():
+        return stat.S_IMODE(path.stat().st_mode)
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    return OSError(error.errno, error.strerror, str(path))

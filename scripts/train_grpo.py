@@ -25,7 +25,7 @@ from bi_jax.flags import enable_compilation_cache
 from bi_jax.models import Transformer, build_transformer, find_demo_model, load_params, read_config
 from bi_jax.request import RequestOutput, SamplingParams
 from bi_jax.tokenizer import Tokenizer
-from bi_jax.whole_file import WholeFile
+from bi_jax.whole_file import write_whole
 
 # So that it also runs as a file, whose folder and not the repository is then on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -197,8 +197,7 @@ def train(args: argparse.Namespace) -> None:
     )
     first, saved = trainer.restore(args.out) if args.resume else (0, None)
     lines = log.read_text().splitlines()[:first] if first else []
-    with WholeFile(log) as file:
-        file.write("".join(line + "\n" for line in lines))
+    write_whole(log, "".join(line + "\n" for line in lines))
     longest = ROOM_FOR_PROMPT + args.max_tokens
     pages = args.max_num_seqs * -(-longest // PAGE_SIZE)
     engine = Engine(
