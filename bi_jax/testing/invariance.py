@@ -246,7 +246,9 @@ def _per_result(axis: Axes, fn: Callable[..., Any], args: Sequence[Any], count: 
 def _batch_size(args: Sequence[Any], axes: Sequence[int | None]) -> int:
     found = set()
     for place, (arg, axis) in enumerate(zip(args, axes, strict=True)):
-        for leaf in jax.tree.leaves(arg) if axis is not None else ():
+        if axis is None:
+            continue
+        for leaf in jax.tree.leaves(arg):
             shape = np.shape(leaf)
             if not -len(shape) <= axis < len(shape):
                 raise ValueError(

@@ -71,7 +71,7 @@ def test_flags_of_the_process_that_may_change_bits_are_in_force(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     ours = flags.in_force("cpu")
     assert all(not name.startswith("XLA_FLAGS") for name, _ in ours)
-    harmless = "--xla_dump_to=/tmp/x --xla_force_host_platform_device_count=8"
+    harmless = "--xla_dump_to=dumped --xla_force_host_platform_device_count=8"
     overridden = "--xla_allow_excess_precision=true --xla_cpu_enable_fast_math=true"
     pinned = "--xla_gpu_deterministic_ops=true"
     monkeypatch.setenv("XLA_FLAGS", f"{harmless} {overridden} {pinned} --xla_gpu_ftz=true")

@@ -135,7 +135,7 @@ def test_bad_calls_are_refused():
     with pytest.raises(ValueError, match="control="):
         assert_batch_invariant(jnp.negative, [X], sizes=(2,), control="backwards")
     with pytest.raises(ValueError, match="args must be a sequence of arguments, got a ndarray"):
-        assert_batch_invariant(jnp.negative, X)
+        assert_batch_invariant(jnp.negative, X)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one row, got 0"):
         assert_batch_invariant(jnp.negative, [X[:0]])
     with pytest.raises(ValueError, match=r"argument 1 has shape \[\], and so no batch axis 0"):
