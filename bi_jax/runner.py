@@ -159,7 +159,10 @@ class Runner:
         """Hands a plan's step to the device: tokens are computed, keys stored, rows chosen."""
         started = time.perf_counter()
         step = self.step_arguments(plan, rows)
-        return Launched(plan=plan, rows=rows, step=step, choice=self.launch(step), started=started)
+        choice, following = self.launch(step)
+        return Launched(
+            plan=plan, rows=rows, step=step, choice=choice, following=following, started=started
+        )
 
     def start_one_on(self, before: Launched, plan: StepPlan) -> Launched:
         """Hands over the step after `before`, on the tokens that `before` draws on the device.
@@ -176,10 +179,15 @@ class Runner:
             tokens=arrays_one_on(old.tokens, plan, self.config.page_size),
             rows=dataclasses.replace(old.rows, sampling=further),
         )
-        drawn = _as_tokens(before.choice.token, size=len(old.tokens.tokens))
-        choice = self.launch(step, tokens=drawn)
-        return dataclasses.replace(
-            before, plan=plan, later=before.later + 1, step=step, choice=choice, started=started
+        choice, following = self.launch(step, tokens=before.following)
+        return Launched(
+            plan=plan,
+            rows=before.rows,
+            later=before.later + 1,
+            step=step,
+            choice=choice,
+            following=following,
+            started=started,
         )
 
     def collect(self, launched: Launched) -> list[TokenChoice]:
@@ -200,7 +208,7 @@ class Runner:
         *,
         tokens: jax.Array | None = None,
         words: jax.Array | None = None,
-    ) -> TokenChoice:
+    ) -> tuple[TokenChoice, jax.Array]:
         """Hands a step to the device and does not wait for it.
 
         Args:
@@ -209,12 +217,13 @@ class Runner:
           words: over several devices, what `pack` makes of the step, on them already.
 
         Returns:
-          The choices of all steps, [steps, R] each, on the device.
+          On the device: the choices of all steps, [steps, R] each, and int32 [T], the tokens of the
+          step after them if each of this one's rows draws.
         """
         self.buckets_used.add(step.program[0])
         arguments = self._arguments(step, tokens, words)
-        self._cache, choice = self.step_program(*arguments, **step.statics)
-        return choice
+        self._cache, chosen = self.step_program(*arguments, **step.statics)
+        return chosen
 
     def compile(self, step: StepArguments) -> float:
         """Compiles a step's program without running it; several threads may, for several steps.
@@ -322,7 +331,7 @@ class Runner:
 
     def _step(
         self, leaves: list[jax.Array], cache: Any, *step: Any, **statics: Any
-    ) -> tuple[Any, TokenChoice]:
+    ) -> tuple[Any, tuple[TokenChoice, jax.Array]]:
         state = jax.tree.unflatten(self._structure, leaves)
         run = functools.partial(self._step_function, **statics)
         if self._placer is not None:
@@ -342,8 +351,8 @@ class Runner:
         filters: bool,
         steps: int,
         logit_rows: int,
-    ) -> tuple[Any, TokenChoice]:
-        """The cache and the choices of all steps, [steps, R] each."""
+    ) -> tuple[Any, tuple[TokenChoice, jax.Array]]:
+        """The cache, and what `launch` returns."""
         if rows is None:
             batch, rows = unpack(
                 batch,
@@ -361,7 +370,8 @@ class Runner:
 
         if steps == 1:
             cache, choice = one(cache, tokens, batch, rows)
-            return cache, jax.tree.map(lambda a: a[None], choice)
+            following = begun_with(tokens, choice.token)
+            return cache, (jax.tree.map(lambda a: a[None], choice), following)
 
         def go_on(carry: Any, _: None) -> Any:
             # Every item is one token, so row i of the logits is row i of the tokens.
@@ -373,8 +383,8 @@ class Runner:
             return (cache, tokens, positions + 1, drawn_at + 1), choice
 
         start = (cache, tokens, batch.positions, rows.sampling.position)
-        (cache, *_), choices = jax.lax.scan(go_on, start, None, length=steps)
-        return cache, choices
+        (cache, following, *_), choices = jax.lax.scan(go_on, start, None, length=steps)
+        return cache, (choices, following)
 
     def _one_step(
         self,
@@ -403,12 +413,6 @@ class Runner:
             target=rows.target,
         )
         return cache, choice
-
-
-@functools.partial(jax.jit, static_argnames="size")
-def _as_tokens(drawn: jax.Array, *, size: int) -> jax.Array:
-    """int32 [steps, R] -> the last step's, as the tokens [size] of a step."""
-    return begun_with(jnp.zeros((size,), jnp.int32), drawn[-1])
 
 
 def begun_with(tokens: jax.Array, first: jax.Array) -> jax.Array:

@@ -67,6 +67,7 @@ class Launched:
       rows: the rows of logits, as they stood `later` steps before.
       step: its arrays.
       choice: what will come, on the device.
+      following: int32 [T] on the device, the tokens of the step after it if each row draws.
       started: when, by `time.perf_counter`.
     """
 
@@ -75,6 +76,7 @@ class Launched:
     later: int = 0
     step: StepArguments
     choice: TokenChoice
+    following: jax.Array
     started: float
 
 

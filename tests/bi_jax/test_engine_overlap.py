@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bi_jax import Request, RequestOutput, SamplingParams, runner
+from bi_jax import Request, RequestOutput, SamplingParams
 from bi_jax.engine import Engine
 from bi_jax.errors import StepFailed
+from bi_jax.runner import Runner
 from tests.bi_jax import tiny
 
 PROMPTS = tiny.prompts_of((5, 70, 33, 40), seed=41)
@@ -57,8 +57,12 @@ def test_it_can_be_turned_off(expected: list[RequestOutput]):
 
 def test_wrong_tokens_would_be_seen(expected: list[RequestOutput], monkeypatch: pytest.MonkeyPatch):
     """The control: the step ahead on tokens that are one off."""
-    true = runner._as_tokens
-    monkeypatch.setattr(runner, "_as_tokens", lambda drawn, size: true(drawn, size=size) ^ 1)
+    true = Runner.launch
+
+    def launch(self: Runner, step: Any, *, tokens: Any = None, **others: Any) -> Any:
+        return true(self, step, tokens=None if tokens is None else tokens ^ 1, **others)
+
+    monkeypatch.setattr(Runner, "launch", launch)
     got = tiny.rescheduled().generate(PROMPTS, PARAMS)
     with pytest.raises(AssertionError):
         tiny.assert_same_completions(got, expected)
@@ -179,6 +183,11 @@ def test_the_arrays_of_the_step_ahead_are_those_of_a_plan():
     assert compared >= 4
 
 
-def test_tokens_are_padded_to_the_step():
-    drawn = jnp.asarray([[7, 8], [5, 6]], jnp.int32)
-    assert runner._as_tokens(drawn, size=4).tolist() == [5, 6, 0, 0]
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_step_names_the_tokens_of_the_step_after_it(steps: int):
+    """The last ones drawn, filled up to the bucket."""
+    engine = tiny.rescheduled(decode_steps=steps)
+    step = engine.runner.blank_step(64, logit_rows=8, steps=steps)
+    choice, following = engine.runner.launch(step)
+    assert following.shape == (64,) and choice.token.shape == (steps, 8)
+    np.testing.assert_array_equal(following[:8], choice.token[-1])
