@@ -75,7 +75,7 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         fraction = self.memory_fraction
         if not isinstance(fraction, numbers.Real) or not 0 < fraction <= 1:
-            raise ValueError(f"memory_fraction={fraction!r} must be a number in (0, 1]")
+            raise ValueError(f"memory_fraction={fraction!r} must be in (0, 1]")
         buckets = self.token_buckets
         if buckets is not None:
             if not isinstance(buckets, Iterable):

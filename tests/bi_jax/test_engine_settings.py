@@ -17,8 +17,8 @@ from tests.bi_jax import tiny
         ({"page_size": True}, "page_size=True must be a positive whole number"),
         ({"token_buckets": 64}, "token_buckets=64 must be a sequence of row counts"),
         ({"token_buckets": (8, 8.0)}, "token_buckets=8.0 must be a positive"),
-        ({"memory_fraction": "most"}, "memory_fraction='most' must be a number in"),
-        ({"memory_fraction": float("nan")}, "memory_fraction=nan must be a number in"),
+        ({"memory_fraction": "most"}, "memory_fraction='most' must be in (0, 1]"),
+        ({"memory_fraction": float("nan")}, "memory_fraction=nan must be in (0, 1]"),
     ],
     ids=str,
 )
