@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from bi_jax.models.checkpoint import find_model, load_params, read_config
 from bi_jax.models.config import TP_INVARIANT
 from bi_jax.models.ops import TransformerOps
-from bi_jax.models.parallel_layout import ParallelLayout
 from bi_jax.models.transformer import Transformer, build_transformer
 
 from .active import ActiveRequest
@@ -35,7 +34,7 @@ from .progress import Progress
 from .request import Request, RequestOutput, SamplingParams
 from .runner import Runner, RunnerConfig
 from .scheduler import Scheduler, SchedulerConfig
-from .sharding import model_placer
+from .sharding import check_layout, model_placer
 from .step_loop import StepLoop, locked
 from .tokenizer import Tokenizer
 
@@ -75,6 +74,11 @@ class Engine(StepLoop):
         tensor_parallel_size: int = 1,
         mesh: Mesh | None = None,
     ) -> None:
+        if not isinstance(model, Transformer):
+            raise ValueError(
+                f"Engine takes a Transformer, got a {type(model).__name__}; "
+                "Engine.from_pretrained takes a model's name or path"
+            )
         self.config = config or EngineConfig()
         self.model_config = model.config
         self.model_name = model_name
@@ -82,7 +86,7 @@ class Engine(StepLoop):
         self.backends = pick_backends(jax.devices()[0], model.config.dtype)
         self.placer = model_placer(model.config, self.backends, tensor_parallel_size, mesh)
         layout = None if self.placer is None else self.placer.layout
-        _check_layout(model, layout, ops)
+        check_layout(model, layout, ops)
         make_ops = functools.partial(
             transformer_ops, model.config, backend=self.backends, layout=layout
         )
@@ -431,16 +435,6 @@ class Engine(StepLoop):
     def _submit_digest(self) -> Future[str]:
         whole = self.runner.whole_parameters()
         return self._hashing.submit(digest_of_state, self.runner.state, whole=whole)
-
-
-def _check_layout(model: Transformer, layout: ParallelLayout | None, ops: Any) -> None:
-    if model.layout is not None and model.layout != layout:
-        raise ValueError(
-            f"the model's parameters are laid out for {model.layout.degree} devices in "
-            f"{model.layout.segments} segments, which is not this engine's layout"
-        )
-    if layout is not None and ops is not None:
-        raise ValueError("ops of your own run on one device, in the default topology only")
 
 
 def _default_dtype(own: str) -> str:

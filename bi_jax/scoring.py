@@ -35,11 +35,14 @@ def score(
       For every output and each of its completions float32 [tokens], equal to its `.logprobs`.
 
     Raises:
-      ValueError: a completion was made under another identity, so equal bits are not promised.
+      ValueError: a completion was made under another identity, so equal bits are not promised;
+        or `model` is no Transformer (an engine has one for itself, laid out for its steps).
       NotImplementedError: logprobs_mode "processed" with a filter.
 
     Invariance: a completion's scores depend on its own tokens, prompt, mode and temperature.
     """
+    if not isinstance(model, Transformer):
+        raise ValueError(f"score takes a Transformer, got a {type(model).__name__}")
     own = _identities(model)
     groups: dict[tuple[float, str], list[Job]] = {}
     for output in outputs:

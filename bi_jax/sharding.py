@@ -23,6 +23,7 @@ from bi_jax.models.checkpoint import find_model, load_params
 from bi_jax.models.checkpoint.plan import parameter_shapes
 from bi_jax.models.config import TransformerConfig
 from bi_jax.models.parallel_layout import ParallelLayout
+from bi_jax.models.transformer import Transformer
 
 from .row_products import TENSOR_AXIS, layout_for
 
@@ -90,6 +91,17 @@ def parameter_shardings(
         fits = [axis if axis and size % mesh.shape[axis] == 0 else None for size, axis in pairs]
         found[name] = NamedSharding(mesh, P(*fits))
     return found
+
+
+def check_layout(model: Transformer, layout: ParallelLayout | None, ops: Any) -> None:
+    """Raises ValueError for a model that lies otherwise than an engine wants it."""
+    if model.layout is not None and model.layout != layout:
+        raise ValueError(
+            f"the model's parameters are laid out for {model.layout.degree} devices in "
+            f"{model.layout.segments} segments, which is not this engine's layout"
+        )
+    if layout is not None and ops is not None:
+        raise ValueError("ops of your own run on one device, in the default topology only")
 
 
 def model_placer(

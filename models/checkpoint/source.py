@@ -35,7 +35,10 @@ def find_model(name: str | Path, *, weights: bool = True) -> ModelSource:
       ValueError: there is no such model.
       NotImplementedError: it is of a kind that is not read.
     """
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:  # ~somebody, and there is no such user
+        path = Path(name)
     if path.is_dir():
         return _folder(path)
     if path.is_file():

@@ -40,6 +40,11 @@ def test_pages_that_attention_cannot_read_are_refused_at_once():
             Engine(tiny.model(), config=dataclasses.replace(tiny.ENGINE, page_size=page_size))
 
 
+def test_a_name_is_no_model():
+    with pytest.raises(ValueError, match=r"got a str; Engine\.from_pretrained takes"):
+        Engine("path/to/model")  # type: ignore[arg-type]
+
+
 def test_another_schedule_stays_within_what_was_made():
     engine = tiny.shared_engine()
     for changes, message in [

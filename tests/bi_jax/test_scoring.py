@@ -26,3 +26,5 @@ def test_other_weights_are_refused():
     nameless = dataclasses.replace(completion, identity="")
     with pytest.raises(ValueError, match="has the identity none"):
         score(small.model(), [dataclasses.replace(outputs[0], outputs=(nameless,))])
+    with pytest.raises(ValueError, match="score takes a Transformer, got a str"):
+        score("a/model", outputs)  # type: ignore[arg-type]

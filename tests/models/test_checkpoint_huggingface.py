@@ -402,6 +402,7 @@ def test_end_tokens_of_the_generation_config(tmp_path: Path) -> None:
     [
         ("no/such/folder/at/all", "There is no model at no/such/folder/at/all: expected"),
         ("nosuchmodel", "There is no model at nosuchmodel: expected"),
+        ("~no-such-user/model", "There is no model at ~no-such-user/model: expected"),
         (CHECKPOINTS, "holds no model: it has no config.json"),
         (CHECKPOINTS / "llama2" / "model.safetensors", "holds weights only"),
         (CHECKPOINTS / "llama2" / "expected.npz", "is no model: expected"),
