@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from bi_jax.pallas_kernels.rms_norm import add_rms_norm, peer_add_rms_norm, rms_
 from bi_jax.pallas_kernels.rms_norm import topology_for as norm_topology
 from bi_jax.pallas_kernels.rope import rope_into_pages
 from bi_jax.pallas_kernels.rope import topology_for as rope_topology
+from bi_jax.pallas_kernels.sampling import MOST_ORDERED
 from bi_jax.pallas_kernels.sampling import topology_for as sampling_topology
 
 from .kv_cache import LayerPages
@@ -32,12 +33,16 @@ class TokenBackends:
     Attributes:
       choose_token: the draw.
       target_logprobs: the score; on Hopper both come from one op where nothing else is reported.
-      cut: `find_cut` and `top_tokens`.
+      cut: `find_cut`, and `top_tokens` where it takes the count.
     """
 
     choose_token: str
     target_logprobs: str
     cut: str
+
+    def top_tokens(self, count: int) -> str:
+        """That of `top_tokens`: beyond what the Hopper kernel orders, the reference."""
+        return REFERENCE if self.cut == HOPPER and count > MOST_ORDERED else self.cut
 
     @property
     def share_a_pass(self) -> bool:
@@ -72,8 +77,7 @@ class Backends:
 
 
 ON_CPU = Backends.all(REFERENCE)
-# The cut of filtered rows has no kernel: its reference runs there, at one fixed shape.
-ON_HOPPER = replace(Backends.all(HOPPER), cut=REFERENCE)
+ON_HOPPER = Backends.all(HOPPER)
 
 
 def pick_backends(device: Any, dtype: str) -> Backends:

@@ -183,7 +183,8 @@ def _score(
     top: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     if top:
-        top_ids = top_tokens(logits, top, backend=names.cut, num_rows=num_rows)
+        backend = names.top_tokens(top)
+        top_ids = top_tokens(logits, top, backend=backend, num_rows=num_rows)
     else:
         top_ids, _ = _no_top(logits)
     logprobs, _ = target_logprobs(

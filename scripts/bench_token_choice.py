@@ -1,14 +1,14 @@
-"""Races the Hopper token choice against XLA's argmax, log_softmax and categorical on one card.
+"""Races the Hopper token choice against XLA's argmax, log_softmax, categorical, top_k and sort.
 
-    python scripts/bench_token_choice.py [--rows 1,8,64,256] [--vocab N] [--all-schedules]
-        [--only bits|times] [--json FILE] [--dry-run]
+    python scripts/bench_token_choice.py [--rows 1,8,64,256] [--vocab N] [--kinds A,B]
+        [--all-schedules] [--only bits|times] [--reference] [--json FILE] [--dry-run]
 
 First the bits: rows alone, among poisoned neighbours and under every schedule against the whole
 batch, the shared step against the two ops, and a control with other blocks that has to differ. Then
 device times from the profiler: several launches in one jitted program, each over logits of its own,
 several times the L2 cache together; medians. ceiling_fraction is one read of the logits at the
-speed of a copy measured in the same run, over the time. --dry-run runs tiny cases in the
-interpreter on a CPU.
+speed of a copy measured in the same run, over the time. --reference notes what the cuts' reference
+takes there, by the host's clock. --dry-run runs tiny cases in the interpreter on a CPU.
 """
 
 import argparse
@@ -29,7 +29,14 @@ from bi_jax.pallas_kernels.log_softmax import LogSoftmaxTopology
 from bi_jax.pallas_kernels.log_softmax.kernel_hopper import target_logprobs_hopper
 from bi_jax.pallas_kernels.log_softmax.schedule import Schedule, schedule_for
 from bi_jax.pallas_kernels.primitive import REFERENCE
-from bi_jax.pallas_kernels.sampling import SamplingTopology, choose_token, topology_for
+from bi_jax.pallas_kernels.sampling import (
+    SamplingTopology,
+    choose_token,
+    find_cut,
+    top_tokens,
+    topology_for,
+)
+from bi_jax.pallas_kernels.sampling.kernel_cut_hopper import find_cut_hopper, top_tokens_hopper
 from bi_jax.pallas_kernels.sampling.kernel_hopper import (
     choose_and_score_hopper,
     choose_token_hopper,
@@ -39,7 +46,16 @@ from bi_jax.testing import bit_difference
 ROTATED_BYTES = 250e6  # logits of one program, against an L2 of 50 to 60 MB
 CUT_SIZES = (1, 2, 3, 8, 33, 100)
 WALKS = (1, 2, 4, 8, 16)  # blocks a CTA
-KINDS = ("greedy", "greedy_among_drawn", "drawn", "logprob_alone")
+P = 0.95
+CUTS = {  # temperature, top-k, top-p
+    "cut_top_k_top_p": (0.6, 20, P),
+    "cut_top_p": (1.0, 0, P),
+    "cut_top_k": (1.0, 20, 0.0),
+}
+TOPS = {"top_20": 20, "top_64": 64}
+PEERS = dict.fromkeys((*CUTS, *TOPS), "XLA top_k") | {"cut_top_p": "XLA sort"}
+CHOICES = ("greedy", "greedy_among_drawn", "drawn", "logprob_alone")
+KINDS = (*CHOICES, *CUTS, *TOPS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,8 +143,58 @@ def logprob_alone(problem: Problem, schedule: Schedule) -> Call:
     return call
 
 
+def filters(kind: str, rows: int) -> tuple[jax.Array, ...]:
+    """inv_temperature, top_k, top_p and log_min_p of every row."""
+    temperature, k, p = CUTS[kind]
+    wanted = np.float32(1 / temperature), np.int32(k), np.uint32(p * 2**32), np.float32(-np.inf)
+    return tuple(jnp.full((rows,), value) for value in wanted)
+
+
+def cut(kind: str, problem: Problem, schedule: Schedule) -> Call:
+    def call(logits, words, inverse):
+        del words, inverse
+        rows = logits.shape[0]
+        options = problem.options(schedule)
+        return find_cut_hopper(logits, *filters(kind, rows), jnp.int32(rows), **options)
+
+    return call
+
+
+def top(kind: str, problem: Problem, schedule: Schedule) -> Call:
+    def call(logits, words, inverse):
+        del words, inverse
+        count = jnp.int32(logits.shape[0])
+        return top_tokens_hopper(logits, count, count=TOPS[kind], **problem.options(schedule))
+
+    return call
+
+
+def xla_cut(kind: str) -> Call:
+    """The last token kept, as one would write it: by `top_k` where there is a k, else by a sort."""
+    temperature, k, p = CUTS[kind]
+
+    def call(logits, words, inverse):
+        del words, inverse
+        x = logits / temperature
+        values, ids = jax.lax.top_k(x, k) if k else (-jnp.sort(-x, axis=1), None)
+        if p:
+            shares = jax.nn.softmax(values, axis=1)
+            before = jnp.cumsum(shares, axis=1) - shares
+            last = jnp.sum(before < p, axis=1, keepdims=True) - 1
+        else:
+            last = jnp.full((x.shape[0], 1), k - 1)
+        found = [jnp.take_along_axis(a, last, axis=1) for a in (values, ids) if a is not None]
+        return tuple(found)
+
+    return call
+
+
 def xla(kind: str) -> Call:
     """What a user of stock JAX would write."""
+    if kind in CUTS:
+        return xla_cut(kind)
+    if kind in TOPS:
+        return lambda logits, words, inverse: jax.lax.top_k(logits, TOPS[kind])
 
     def call(logits, words, inverse):
         if kind == "logprob_alone":
@@ -145,6 +211,10 @@ def xla(kind: str) -> Call:
 
 
 def ours(kind: str, problem: Problem, schedule: Schedule) -> Call:
+    if kind in CUTS:
+        return cut(kind, problem, schedule)
+    if kind in TOPS:
+        return top(kind, problem, schedule)
     if kind == "logprob_alone":
         return logprob_alone(problem, schedule)
     return step(problem, schedule, sampled=kind != "greedy")
@@ -259,12 +329,31 @@ def make_row(race: Race, schedule: str, us: float, peer: float, copy: float) -> 
         rows=problem.rows,
         dtype="float32",
         ours_us=round(us, 2),
-        peer="XLA argmax, categorical and log_softmax",
+        peer=PEERS.get(race.kind, "XLA argmax, categorical and log_softmax"),
         peer_us=round(peer, 2),
         ratio=round(us / peer, 4),
         ceiling_fraction=round(problem.bytes / (copy * us / 1e6), 4),
         schedule=schedule,
     )
+
+
+def reference_times(problem: Problem) -> list[dict]:
+    """What the references of cuts and top tokens take, by the host's clock."""
+    logits = model_like(0, (problem.rows, problem.vocab))
+    found = []
+    for kind in ("cut_top_k_top_p", "cut_top_p", "top_20"):
+
+        def call(logits, kind=kind):
+            if kind in TOPS:
+                return top_tokens(logits, TOPS[kind], backend=REFERENCE)
+            return find_cut(logits, *filters(kind, problem.rows), backend=REFERENCE)
+
+        run = jax.jit(call)
+        jax.block_until_ready(run(logits))
+        us = wall_times([(run, (logits,), 1)])[0]
+        found.append(dict(case=f"{kind}_{problem.vocab}", rows=problem.rows, us=round(us, 1)))
+        print("reference", found[-1], flush=True)
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -276,6 +365,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--all-schedules", action="store_true")
     parser.add_argument("--only", choices=("bits", "times"), default="")
+    parser.add_argument("--reference", action="store_true")
     parser.add_argument("--json", default="")
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_args()
@@ -299,6 +389,9 @@ def main() -> int:
                 schedules = [Schedule(blocks_a_cta=n) for n in WALKS]
             races.append(prepare(kind, problem, schedules))
     report["rows"] = finish(races, copy) if races else []
+    if options.reference:
+        problems = [Problem(rows=rows, vocab=vocab, dry=dry) for rows in sizes]
+        report["reference"] = [row for problem in problems for row in reference_times(problem)]
     for row in report["rows"]:
         print({k: v for k, v in row.items() if k != "op"}, flush=True)
     if options.json:

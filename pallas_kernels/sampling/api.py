@@ -9,6 +9,8 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from .. import contracts
 from ..primitive import HOPPER, REFERENCE, define_op
 from .cut_reference import find_cut_reference
+from .hopper_cut import MOST_ORDERED
+from .kernel_cut_hopper import find_cut_hopper_op, top_tokens_hopper_op
 from .kernel_hopper import choose_and_score_hopper_op, choose_token_hopper_op
 from .reference import choose_token_reference, top_tokens_reference
 from .topology import SamplingTopology, topology_for
@@ -38,10 +40,12 @@ _bind_both = define_op(
 _bind_cut = define_op(
     "find_cut",
     out_avals=_row_avals("int32", "int32"),
-    implementations={REFERENCE: find_cut_reference},
+    implementations={REFERENCE: find_cut_reference, HOPPER: find_cut_hopper_op},
 )
 _bind_top = define_op(
-    "top_tokens", out_avals=_top_avals, implementations={REFERENCE: top_tokens_reference}
+    "top_tokens",
+    out_avals=_top_avals,
+    implementations={REFERENCE: top_tokens_reference, HOPPER: top_tokens_hopper_op},
 )
 
 
@@ -180,11 +184,12 @@ def find_cut(
 
     Returns:
       cut_key and cut_id, [R] int32 each: token v is kept if its `order_key` is above cut_key, or
-      equal and v <= cut_id. `float_order.LOWEST` and V where everything is kept.
+      equal and v <= cut_id. `float_order.LOWEST` and V where everything is kept. Unspecified for a
+      bad row.
 
     Raises: as `choose_token`.
 
-    Invariance: as `choose_token`.
+    Invariance: as `choose_token`. Each implementation cuts by the weights that its own draw takes.
     """
     op = "find_cut"
     _check_logits(op, logits)
@@ -215,13 +220,15 @@ def top_tokens(
 
     Args:
       logits: [R, V] float32.
-      count: from 1 to V, static.
+      count: from 1 to V, static; "hopper" takes up to `MOST_ORDERED`.
       backend, num_rows: as in `choose_token`.
 
     Returns:
       [R, count] int32; unspecified for a row that holds a NaN.
 
-    Raises: ValueError: count, shapes or dtypes do not fit.
+    Raises:
+      ValueError: count, shapes or dtypes do not fit.
+      NotImplementedError: as `choose_token`, or the backend does not take that count.
 
     Invariance: the ids of row r depend on logits[r] only; a smaller count gives a prefix.
     """

@@ -134,9 +134,9 @@ def find_block(high, low, bits: wide.Wide, sums):
     as `running_sums` wants it.
     """
     upto = running_sums(high, low, sums)
-    threshold = wide.multiply_high(bits, _sum_before(I32(PLACES), sums))
-    index = _passed(upto, threshold)
-    return index, wide.subtract(threshold, _sum_before(index, sums))
+    threshold = wide.multiply_high(bits, sum_before(I32(PLACES), sums))
+    index = passed(upto, threshold)
+    return index, wide.subtract(threshold, sum_before(index, sums))
 
 
 def find_column(values, rest: wide.Wide, vocabulary: Vocabulary, sums, limbs):
@@ -157,7 +157,7 @@ def find_column(values, rest: wide.Wide, vocabulary: Vocabulary, sums, limbs):
     plgpu.commit_smem()
     columns = pl.ds(strip * PLACES, PLACES)
     upto = running_sums(*(_load_places(limbs.at[n, columns]) for n in range(2)), sums)
-    return strip * PLACES + _passed(upto, rest)
+    return strip * PLACES + passed(upto, rest)
 
 
 def _halving(count: int, before, threshold: wide.Wide):
@@ -182,17 +182,21 @@ def weight_of(high, low) -> wide.Wide:
 
 
 def running_sums(high, low, sums) -> wide.Wide:
+    """`running_weights` of sums of limbs, uint32 [PLACES] each."""
+    return running_weights(weight_of(high, low), sums)
+
+
+def running_weights(value: wide.Wide, sums) -> wide.Wide:
     """Of the weights at places 0 to n, for every n; uint32 [PLACES] each.
 
     Each of seven steps adds what stands 1, 2, 4, ... places before, which costs a fraction of a sum
     over the warpgroup. `sums` (shared memory, uint32 [2, 2, 2 * PLACES]) holds zeros in front of
     place 0; its second half holds the running sums afterwards.
     """
-    value = weight_of(high, low)
     plgpu.commit_smem()  # whoever still reads the sums before
     for buffer in range(2):
         for word in range(2):
-            sums[buffer, word, pl.ds(0, PLACES)] = jnp.zeros_like(high)
+            sums[buffer, word, pl.ds(0, PLACES)] = jnp.zeros_like(value[0])
     steps = PLACES.bit_length() - 1
     for step in range(steps + 1):
         here = sums.at[(step + steps + 1) % 2]  # the last step stores into the second half
@@ -201,7 +205,9 @@ def running_sums(high, low, sums) -> wide.Wide:
         plgpu.commit_smem()
         if step < steps:
             start = PLACES - (1 << step)
-            value = _add(value, [_load_places(here.at[w, pl.ds(start, PLACES)]) for w in range(2)])
+            value = add_arrays(
+                value, [_load_places(here.at[w, pl.ds(start, PLACES)]) for w in range(2)]
+            )
     return value
 
 
@@ -209,20 +215,20 @@ def _load_places(ref):
     return plgpu.load(ref, layout=PLACE_LAYOUT, optimized=False)
 
 
-def _add(a, b) -> wide.Wide:
+def add_arrays(a, b) -> wide.Wide:
     """`wide.add` without a conversion from bool."""
     low = a[1] + b[1]
     one, zero = jnp.full_like(low, 1), jnp.zeros_like(low)
     return a[0] + b[0] + jnp.where(low < b[1], one, zero), low
 
 
-def _sum_before(place, sums) -> wide.Wide:
+def sum_before(place, sums) -> wide.Wide:
     """The sum of the weights in front of a place, after `running_sums`."""
     at = place + (PLACES - 1)
     return sums[1, 0, at], sums[1, 1, at]
 
 
-def _passed(upto: wide.Wide, threshold: wide.Wide):
+def passed(upto: wide.Wide, threshold: wide.Wide):
     """How many running sums do not exceed the threshold."""
     zero = jnp.zeros_like(upto[0]).astype(jnp.int32)
     equal = (upto[0] == threshold[0]) & (upto[1] <= threshold[1])

@@ -40,7 +40,23 @@ def likelihoods(block: Block, top, inverse, cut_value, cut_id, vocabulary: Vocab
 
 
 def limb_sums(likelihood):
-    """Sums of the weights of float32 [n], n up to 2048, as two limbs: high below 2^32, low 2^20.
+    """Sums of the weights of float32 [n], n up to 2048, as two limbs: high below 2^32, low 2^20."""
+    nearest, near, above = _signed_parts(likelihood)
+    count = likelihood.shape[0]
+    high = _sum_modulo(nearest, count * _SHIFT_BITS)
+    low = _sum_modulo(near - above, count * _MIDDLE_BITS)
+    carried = high + (low >> jnp.int32(LIMB_BITS))  # the shift keeps the sign
+    return carried.astype(jnp.uint32), (low & jnp.int32(2**LIMB_BITS - 1)).astype(jnp.uint32)
+
+
+def signed_limbs(likelihood):
+    """Two limbs of each weight, int32 alike; the low one has a sign."""
+    nearest, near, above = _signed_parts(likelihood)
+    return nearest - _SHIFT_BITS, near - above - _MIDDLE_BITS
+
+
+def _signed_parts(likelihood):
+    """Both signed limbs with what their shifts add, and what to take off the low one.
 
     The limbs of one weight here have signs, which saves a third of the instructions: the high one
     is rounded to nearest, and the low one is what that left, rounded down. Together they are the
@@ -52,11 +68,8 @@ def limb_sums(likelihood):
     rest = (scaled - (nearest - _SHIFT)) * _LIMB  # exact, at most 2^19 on either side
     near = lax.optimization_barrier(rest + _MIDDLE)
     above = (near - _MIDDLE > rest).astype(jnp.int32)
-    count = likelihood.shape[0]
-    high = _sum_modulo(lax.bitcast_convert_type(nearest, jnp.int32), count * _SHIFT_BITS)
-    low = _sum_modulo(lax.bitcast_convert_type(near, jnp.int32) - above, count * _MIDDLE_BITS)
-    carried = high + (low >> jnp.int32(LIMB_BITS))  # the shift keeps the sign
-    return carried.astype(jnp.uint32), (low & jnp.int32(2**LIMB_BITS - 1)).astype(jnp.uint32)
+    bits = (lax.bitcast_convert_type(part, jnp.int32) for part in (nearest, near))
+    return *bits, above
 
 
 def _sum_modulo(values, surplus: int):
