@@ -20,7 +20,8 @@ def order_key(values: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(values, jnp.int32)
     magnitude = bits & _MAGNITUDE
     keys = jnp.where((bits < 0) & (magnitude > 0), bits ^ _MAGNITUDE, magnitude)
-    return jnp.where(magnitude > POS_INF, NAN, keys)
+    # In this order: of a constant first Mosaic GPU makes unsigned numbers (lane semantics).
+    return jnp.where(magnitude <= POS_INF, keys, NAN)
 
 
 def from_order_key(keys: jax.Array) -> jax.Array:

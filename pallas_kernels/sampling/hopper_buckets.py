@@ -1,7 +1,7 @@
 """Where the weight of a row lies, by bucket of the logit: one pass, for rows that top-p alone cuts.
 
     bucket[v] = round((max - x[v]) * inv_temperature * 4 / ln 2), at most 127
-    weight[b] = sum of w[v] in bucket b
+    weight[b] = sum of w[v] in bucket b, the last one's with all that top-p cannot reach
 
 w are the integer weights of `hopper_weights`; a bucket is a quarter of an octave. Every warp adds
 to sums of its own in shared memory; they are integers, exact in any order. Grid: (segment of
@@ -42,6 +42,16 @@ def bucket_of(gap):
     return (lax.bitcast_convert_type(nearest, I32) - _SHIFT_BITS) & (BUCKETS - 1)
 
 
+def first_light(top_p, vocab_size: int):
+    """A bucket from which on all weights together are less than what top-p leaves out.
+
+    The largest weight of a row is 2^40; from there on each is below 2^40 (1 - p) / V.
+    """
+    left_out = U32(0) - top_p  # (1 - p) * 2^32
+    octaves = (vocab_size - 1).bit_length() + lax.clz(left_out).astype(I32) + 1
+    return 4 * octaves + 1
+
+
 def _body(*refs, names, vocabulary: Vocabulary, schedule: Schedule, vocab_size: int, interpret):
     *refs, table = refs
     gmem = types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
@@ -60,6 +70,7 @@ def _body(*refs, names, vocabulary: Vocabulary, schedule: Schedule, vocab_size: 
 
         def visitor():
             top = blocks.row_top(blocks.load_places(gmem.maxima, row, -jnp.inf, vocabulary))
+            light = first_light(filters.top_p, vocab_size)
             plgpu.commit_smem()
 
             def visit(block: Block):
@@ -68,7 +79,10 @@ def _body(*refs, names, vocabulary: Vocabulary, schedule: Schedule, vocab_size: 
                 dropped = (limbs[0] | limbs[1]) == 0
                 if block.foreign is not None:
                     dropped |= block.foreign
-                add_at(table, bucket_of(gap), limbs, dropped, interpret)
+                buckets = bucket_of(gap)
+                # The cut is in front of them: one bucket will do.
+                buckets = jnp.where(buckets < light, buckets, BUCKETS - 1)
+                add_at(table, buckets, limbs, dropped, interpret)
 
             return visit
 

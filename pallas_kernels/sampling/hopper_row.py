@@ -19,7 +19,7 @@ from .hopper_walk import weight_of
 from .hopper_weights import limb_sums, limb_values
 
 U32 = jnp.uint32
-_AT_ONCE = 2  # blocks that are loaded together
+_AT_ONCE = 4  # blocks that are loaded together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Row:
                 append(self.smem.entries, self.smem.count, entries, left_out, self.interpret)
             return carry
 
-        lax.fori_loop(I32(0), (count + 1) >> I32(1), step, I32(0))
+        lax.fori_loop(I32(0), (count + (_AT_ONCE - 1)) >> I32(_AT_ONCE.bit_length() - 1), step, I32(0))
         plgpu.commit_smem()
         return self.smem.count[0]
 

@@ -59,6 +59,8 @@ def append(lists, count, values, dropped, interpret: bool) -> None:
 def add_at(table, slots, values, dropped, interpret: bool) -> None:
     """Adds to a warp's own sums in shared memory, modulo 2^32.
 
+    What goes into the last slot, where many may meet, is added up on the way.
+
     Args:
       table: int32 [WARPS, n, PLACES].
       slots: int32 [size], from 0 to PLACES - 1.
@@ -72,20 +74,34 @@ def add_at(table, slots, values, dropped, interpret: bool) -> None:
                 kept = jnp.where(~dropped & (warps == warp), value, 0)
                 table[warp, n] = table[warp, n].at[slots].add(kept)
         return
-    adds = "".join(
-        f"red.shared.add.u32 [$0+{4 * n * PLACES}], ${n + 2}; " for n in range(len(values))
-    )
+    count = len(values)
+    offsets = [4 * n * PLACES for n in range(count)]
+    adds = "".join(f"red.shared.add.u32 [$0+{at}], ${n + 2}; " for n, at in enumerate(offsets))
     code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @!p bra passed; {adds}passed: }}"
-
+    by_one = "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.u32 p, l, 0; "
+    by_one += "".join(
+        f"@p red.shared.add.u32 [$0+{at}], ${n + 1}; " for n, at in enumerate(offsets)
+    )
     layout = _layout(dropped)
 
     @plgpu.inline_mgpu(arg_types=(_REF, layout, layout, *(layout for _ in values)))
-    def add(_, table, slots, keep, *values):
+    def add(_, table, slots, kept, *values):
         i32 = ir.IntegerType.get_signless(32)
+        zero, last = utils.c(0, i32), utils.c(PLACES - 1, i32)
         warp = arith.shrui(utils.thread_idx(), utils.c(5, i32))
-        table_of_warp = arith.muli(warp, utils.c(4 * len(values) * PLACES, i32))
-        start = arith.addi(_shared(table), table_of_warp)
-        for slot, flag, *mine in zip(_own(slots), _own(keep), *map(_own, values), strict=True):
+        start = arith.addi(_shared(table), arith.muli(warp, utils.c(4 * count * PLACES, i32)))
+        sums, rest = [zero] * count, []
+        for slot, flag, *mine in zip(_own(slots), _own(kept), *map(_own, values), strict=True):
+            at_last = arith.cmpi(arith.CmpIPredicate.eq, slot, last)
+            sums = [
+                arith.addi(total, arith.muli(arith.select(at_last, flag, zero), value))
+                for total, value in zip(sums, mine, strict=True)
+            ]
+            rest.append((slot, arith.select(at_last, zero, flag), mine))
+        everyone = utils.c(-1, i32)
+        sums = [utils.redux(total, everyone, utils.ReductionKind.ADD) for total in sums]
+        _run(by_one + "}", arith.addi(start, utils.c(4 * (PLACES - 1), i32)), *sums)
+        for slot, flag, mine in rest:
             address = arith.addi(start, arith.shli(slot, utils.c(2, i32)))
             _run(code, address, flag, *mine)
 

@@ -54,8 +54,10 @@ def find_cut_hopper(
     options = dict(vocabulary=vocabulary, vocab_size=vocab, interpret=interpret)
     maxima, groups = group_maxima(arrays, schedule=schedule, **options)
     arrays["maxima"] = maxima
-    # The last kernel adds up what the segments found: about 16 of them, whatever the batch.
-    weighing = Schedule(blocks_a_cta=min(-(-vocabulary.blocks // 16), MOST_BLOCKS))
+    # The last kernel adds up what the segments found: not many more than 16 of them.
+    weighing = Schedule(
+        blocks_a_cta=min(max(schedule.blocks_a_cta, -(-vocabulary.blocks // 16)), MOST_BLOCKS)
+    )
     buckets = bucket_weights(arrays, schedule=weighing, **options)
     cut_key, cut_id = cut_rows(arrays | {"groups": groups, "buckets": buckets}, **options)
     return cut_key, cut_id
