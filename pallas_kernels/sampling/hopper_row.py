@@ -87,7 +87,9 @@ class Row:
                 append(self.smem.entries, self.smem.count, entries, left_out, self.interpret)
             return carry
 
-        lax.fori_loop(I32(0), (count + (_AT_ONCE - 1)) >> I32(_AT_ONCE.bit_length() - 1), step, I32(0))
+        lax.fori_loop(
+            I32(0), (count + (_AT_ONCE - 1)) >> I32(_AT_ONCE.bit_length() - 1), step, I32(0)
+        )
         plgpu.commit_smem()
         return self.smem.count[0]
 

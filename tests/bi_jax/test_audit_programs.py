@@ -16,6 +16,7 @@ from bi_jax.models.config import RopeConfig, TransformerConfig
 from bi_jax.models.transformer import build_transformer, random_params
 from bi_jax.ops import ON_CPU, ON_HOPPER, transformer_ops
 from bi_jax.pallas_kernels.ragged import RaggedBatch
+from bi_jax.sampling import row_sampling, sample, stack_rows
 from bi_jax.stock_ops import stock_ops
 
 CONFIG = TransformerConfig(
@@ -97,6 +98,22 @@ def test_our_step_leaves_a_gpu_compiler_no_float_arithmetic():
     assert float_arithmetic(text) == []
     targets = Counter(re.findall(r"custom_call @(\w+)", text))
     assert set(targets) == {"mosaic_gpu_v2"} and targets["mosaic_gpu_v2"] >= 6
+
+
+def test_choosing_tokens_leaves_a_gpu_compiler_no_float_arithmetic():
+    """Filtered rows and top log-probabilities too: a search in three kernels, an order in two."""
+    params = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, seed=0)
+    rows = stack_rows([row_sampling(params, sample_index=0)], [0], size=8)
+
+    def choose(logits):
+        return sample(logits, rows, backend=ON_HOPPER.tokens, top=8)
+
+    logits = jnp.zeros((8, 4096))
+    report = audit(choose, logits, compiled=False)
+    assert report.ours["bi_find_cut"] == report.ours["bi_top_tokens"] == 1
+    text = jax.jit(choose).trace(logits).lower(lowering_platforms=("cuda",)).as_text()
+    assert float_arithmetic(text) == []
+    assert set(re.findall(r"custom_call @(\w+)", text)) == {"mosaic_gpu_v2"}
 
 
 def test_float_arithmetic_in_a_lowered_program_is_seen():
