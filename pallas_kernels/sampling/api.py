@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from .. import contracts
 from ..primitive import HOPPER, REFERENCE, define_op
 from .cut_reference import find_cut_reference
-from .hopper_cut import MOST_ORDERED
 from .kernel_cut_hopper import find_cut_hopper_op, top_tokens_hopper_op
 from .kernel_hopper import choose_and_score_hopper_op, choose_token_hopper_op
 from .reference import choose_token_reference, top_tokens_reference
