@@ -33,13 +33,16 @@ _SHIFT = float(2**23)
 _SHIFT_BITS = 0x4B000000
 
 
-def bucket_of(gap):
-    """int32 bucket of float32 scaled gaps, 0 for the maximum; never falls as the gap falls."""
-    # The bound stands between the product and the sum, which must not become one operation.
-    place = jnp.minimum(gap * (-4.0 * LOG2_E), float(BUCKETS - 1))
+def bucket_of(gap, light=BUCKETS - 1):
+    """int32 bucket of float32 scaled gaps, 0 for the maximum; never falls as the gap falls.
+
+    light: float32, a whole number; buckets from there on are the last one.
+    """
+    # The choice stands between the product and the sum, which must not become one operation.
+    place = gap * (-4.0 * LOG2_E)
+    place = jnp.where(place < light - 0.5, place, float(BUCKETS - 1))
     nearest = lax.optimization_barrier(place + _SHIFT)
-    # A NaN ends up in some bucket.
-    return (lax.bitcast_convert_type(nearest, I32) - _SHIFT_BITS) & (BUCKETS - 1)
+    return lax.bitcast_convert_type(nearest, I32) - _SHIFT_BITS
 
 
 def first_light(top_p, vocab_size: int):
@@ -49,7 +52,7 @@ def first_light(top_p, vocab_size: int):
     """
     left_out = U32(0) - top_p  # (1 - p) * 2^32
     octaves = (vocab_size - 1).bit_length() + lax.clz(left_out).astype(I32) + 1
-    return 4 * octaves + 1
+    return jnp.minimum(4 * octaves + 1, BUCKETS - 1).astype(jnp.float32)
 
 
 def _body(*refs, names, vocabulary: Vocabulary, schedule: Schedule, vocab_size: int, interpret):
@@ -74,15 +77,13 @@ def _body(*refs, names, vocabulary: Vocabulary, schedule: Schedule, vocab_size: 
             plgpu.commit_smem()
 
             def visit(block: Block):
-                gap = lax.optimization_barrier((block.values - top) * filters.inverse)
-                limbs = signed_limbs(lax.optimization_barrier(blocks.exponential(gap)))
-                dropped = (limbs[0] | limbs[1]) == 0
+                x = block.values
                 if block.foreign is not None:
-                    dropped |= block.foreign
-                buckets = bucket_of(gap)
-                # The cut is in front of them: one bucket will do.
-                buckets = jnp.where(buckets < light, buckets, BUCKETS - 1)
-                add_at(table, buckets, limbs, dropped, interpret)
+                    x = blocks.kept_logits(block, -jnp.inf, vocab_size, vocabulary)
+                gap = lax.optimization_barrier((x - top) * filters.inverse)
+                limbs = signed_limbs(lax.optimization_barrier(blocks.exponential(gap)))
+                # The cut is in front of the light ones: one bucket will do.
+                add_at(table, bucket_of(gap, light), limbs, interpret)
 
             return visit
 

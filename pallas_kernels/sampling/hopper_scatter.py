@@ -1,7 +1,6 @@
 """What the cut needs of a warpgroup and Pallas lacks: places in memory that follow the data.
 
-An array lies as a block of logits does, element t + 128 i in thread t; each function here acts on
-those elements that are not dropped. The interpreter, which has no inline code, does the same with
+An array lies as a block of logits does, element t + 128 i in thread t. The interpreter, which has no inline code, does the same with
 array updates.
 """
 
@@ -56,7 +55,7 @@ def append(lists, count, values, dropped, interpret: bool) -> None:
     store(lists, count, _flags(dropped), *values)
 
 
-def add_at(table, slots, values, dropped, interpret: bool) -> None:
+def add_at(table, slots, values, interpret: bool) -> None:
     """Adds to a warp's own sums in shared memory, modulo 2^32.
 
     What goes into the last slot, where many may meet, is added up on the way.
@@ -65,13 +64,12 @@ def add_at(table, slots, values, dropped, interpret: bool) -> None:
       table: int32 [WARPS, n, PLACES].
       slots: int32 [size], from 0 to PLACES - 1.
       values: n arrays int32 [size].
-      dropped: bool [size], what is left out.
     """
     if interpret:
-        warps = jnp.arange(dropped.size) % THREADS // (THREADS // WARPS)
+        warps = jnp.arange(slots.size) % THREADS // (THREADS // WARPS)
         for n, value in enumerate(values):
             for warp in range(WARPS):
-                kept = jnp.where(~dropped & (warps == warp), value, 0)
+                kept = jnp.where(warps == warp, value, 0)
                 table[warp, n] = table[warp, n].at[slots].add(kept)
         return
     count = len(values)
@@ -82,22 +80,22 @@ def add_at(table, slots, values, dropped, interpret: bool) -> None:
     by_one += "".join(
         f"@p red.shared.add.u32 [$0+{at}], ${n + 1}; " for n, at in enumerate(offsets)
     )
-    layout = _layout(dropped)
+    layout = _layout(slots)
 
-    @plgpu.inline_mgpu(arg_types=(_REF, layout, layout, *(layout for _ in values)))
-    def add(_, table, slots, kept, *values):
+    @plgpu.inline_mgpu(arg_types=(_REF, layout, *(layout for _ in values)))
+    def add(_, table, slots, *values):
         i32 = ir.IntegerType.get_signless(32)
         zero, last = utils.c(0, i32), utils.c(PLACES - 1, i32)
         warp = arith.shrui(utils.thread_idx(), utils.c(5, i32))
         start = arith.addi(_shared(table), arith.muli(warp, utils.c(4 * count * PLACES, i32)))
         sums, rest = [zero] * count, []
-        for slot, flag, *mine in zip(_own(slots), _own(kept), *map(_own, values), strict=True):
-            at_last = arith.cmpi(arith.CmpIPredicate.eq, slot, last)
+        for slot, *mine in zip(_own(slots), *map(_own, values), strict=True):
+            elsewhere = arith.cmpi(arith.CmpIPredicate.ne, slot, last)
             sums = [
-                arith.addi(total, arith.muli(arith.select(at_last, flag, zero), value))
+                arith.addi(total, arith.select(elsewhere, zero, value))
                 for total, value in zip(sums, mine, strict=True)
             ]
-            rest.append((slot, arith.select(at_last, zero, flag), mine))
+            rest.append((slot, arith.extui(i32, elsewhere), mine))
         everyone = utils.c(-1, i32)
         sums = [utils.redux(total, everyone, utils.ReductionKind.ADD) for total in sums]
         _run(by_one + "}", arith.addi(start, utils.c(4 * (PLACES - 1), i32)), *sums)
@@ -105,7 +103,7 @@ def add_at(table, slots, values, dropped, interpret: bool) -> None:
             address = arith.addi(start, arith.shli(slot, utils.c(2, i32)))
             _run(code, address, flag, *mine)
 
-    add(table, slots, _flags(dropped), *values)
+    add(table, slots, *values)
 
 
 def store_at(ref, slots, values, limit: int, interpret: bool) -> None:
