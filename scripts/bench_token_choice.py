@@ -152,10 +152,11 @@ def filters(kind: str, rows: int) -> tuple[jax.Array, ...]:
 
 def cut(kind: str, problem: Problem, schedule: Schedule) -> Call:
     def call(logits, words, inverse):
-        del words, inverse
+        del words
         rows = logits.shape[0]
+        inverse, k, p, gap = filters(kind, rows)
         options = problem.options(schedule)
-        return find_cut_hopper(logits, *filters(kind, rows), jnp.int32(rows), **options)
+        return find_cut_hopper(logits, inverse, k, p, gap, jnp.int32(rows), **options)
 
     return call
 

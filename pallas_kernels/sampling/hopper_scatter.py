@@ -1,7 +1,7 @@
 """What the cut needs of a warpgroup and Pallas lacks: places in memory that follow the data.
 
-An array lies as a block of logits does, element t + 128 i in thread t. The interpreter, which has no inline code, does the same with
-array updates.
+An array lies as a block of logits does, element t + 128 i in thread t. The interpreter, which has
+no inline code, does the same with array updates.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu

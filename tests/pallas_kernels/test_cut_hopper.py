@@ -45,6 +45,7 @@ def _expect(rows, wanted, got):
         assert (got[0][r], got[1][r]) == expected, {n: a[r] for n, a in wanted.items()}
 
 
+@pytest.mark.slow
 def test_cuts_are_those_of_the_definition():
     """The usual settings, top-p alone, ties at the end, a row of a few finite logits, none."""
     rows, wanted = _some([0, 4, 15, 31, 46])
@@ -84,9 +85,10 @@ def test_the_search_of_a_whole_row():
 
 
 def test_top_tokens_in_order():
-    rows, _ = _some([0, 2, 33])  # any, of many ties, of four finite logits
+    rows, _ = _some([2, 33])  # of many ties, of four finite logits
+    rows = rows[:, :500]
     (got,) = top_tokens_hopper(
-        jnp.asarray(rows), jnp.int32(3), count=9, topology=SMALL, interpret=True
+        jnp.asarray(rows), jnp.int32(2), count=9, topology=SMALL, interpret=True
     )
     for row, ids in zip(rows, np.asarray(got), strict=True):
         np.testing.assert_array_equal(ids, checks.ranked(row)[:9])
@@ -164,26 +166,22 @@ def _kernels(fn, *shapes):
     return text.count("custom_call @mosaic_gpu")
 
 
+@pytest.mark.slow  # tests/bi_jax/test_audit_programs.py lowers one of both in the short tier
 @pytest.mark.parametrize(
     ("vocab", "rows"),
     [
-        (VOCABULARIES["qwen3"], 256),
-        *(
-            pytest.param(vocab, rows, marks=pytest.mark.slow)
-            for vocab, rows in [
-                *((vocab, 256) for vocab in VOCABULARIES.values() if vocab != 151936),
-                (VOCABULARIES["qwen3"], 1),
-                (SMALL_VOCABULARY, 8),
-                (100, 8),
-            ]
-        ),
+        *((vocab, 256) for vocab in VOCABULARIES.values()),
+        (VOCABULARIES["qwen3"], 1),
+        (SMALL_VOCABULARY, 8),
+        (100, 8),
     ],
 )
 def test_a_cut_lowers_for_sm90(vocab, rows):
     assert _kernels(lambda *a: find_cut(*a, backend=HOPPER), *_shapes(rows, vocab)) == 3
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 20, 128])
 def test_top_tokens_lower_for_sm90(count):
     def run(logits):
         return top_tokens(logits, count, backend=HOPPER)
