@@ -17,17 +17,18 @@ from tests.gpu.engine_ways import (
 )
 
 pytestmark = pytest.mark.gpu
-BUCKETS = (8, 64, 512)
-# The usual settings first; rows with nothing to cut are among them.
+BUCKETS = (64, 512)
+# The usual settings first; rows with nothing to cut are among them. All report as many top tokens
+# and most are filtered, so that few programs are compiled.
 SETTINGS = (
     dict(temperature=0.6, top_p=0.95, top_k=20),
     dict(temperature=1.0, top_p=0.95),
-    dict(temperature=0.8, top_k=50, logprobs=5),
+    dict(temperature=0.8, top_k=50),
     dict(temperature=1.0, min_p=0.05),
-    dict(temperature=0.0, logprobs=20),
+    dict(temperature=0.0),
     dict(temperature=1.0, top_p=0.9, top_k=1000, min_p=0.001),
     dict(temperature=1.2),
-    dict(temperature=0.7, top_p=0.8, top_k=20, logprobs=3, logprobs_mode="processed"),
+    dict(temperature=0.7, top_p=0.8, top_k=3, logprobs_mode="processed"),
 )
 
 
@@ -59,6 +60,7 @@ def load(model):
                 seed=index,
                 max_tokens=64,
                 ignore_eos=True,
+                logprobs=5,
                 **SETTINGS[index % len(SETTINGS)],
             ),
         )
@@ -118,7 +120,7 @@ def test_what_is_drawn_was_not_cut(load, expected):
             completion = out.outputs[0]
             assert np.isfinite(completion.logprobs).all()
             kept = np.isfinite(completion.top_logprobs.logprobs).sum(axis=1)
-            assert (kept > 0).all() and (kept < 20).any()
+            assert (kept > 0).all() and (kept <= 3).all()
 
 
 def test_stock_ops_do_differ(model, load):
