@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from bi_jax.pallas_kernels.float_order import LOWEST, order_key
+from bi_jax.pallas_kernels.float_order import LOWEST
 from bi_jax.pallas_kernels.log_softmax import hopper_blocks as blocks
 from bi_jax.pallas_kernels.sampling.hopper_weights import likelihoods, limb_values
 from bi_jax.pallas_kernels.sampling.wide import LIMB_BITS
@@ -79,7 +79,8 @@ def expected_cut(row, weights, inverse, top_k, top_p, log_min_p) -> tuple[int, i
         share = -(-int(upto[-1]) * int(top_p) // 2**32)
         last = int(np.searchsorted(upto, np.uint64(share)))
     last = int(order[last])
-    return int(np.asarray(order_key(jnp.asarray(row[last : last + 1])))[0]), last
+    bits = int((row[last] + np.float32(0)).view(np.int32))
+    return bits if bits >= 0 else bits ^ 0x7FFFFFFF, last
 
 
 def parameters(rows: list[dict]) -> dict[str, np.ndarray]:
