@@ -50,6 +50,7 @@ def contestants(backend: str) -> dict[str, tuple[str, Sum]]:
     from bi_jax import collectives
     from bi_jax.pallas_kernels.merge import MergeTopology
     from bi_jax.pallas_kernels.merge.hopper_peers import merge_peers_hopper
+    from bi_jax.pallas_kernels.merge.peer_layout import pick_peer_schedule
     from bi_jax.pallas_kernels.primitive import HOPPER
 
     ordered = functools.partial(collectives.ordered_psum, axis_name="tp", backend=backend)
@@ -57,8 +58,10 @@ def contestants(backend: str) -> dict[str, tuple[str, Sum]]:
     two_shot = functools.partial(ordered, one_shot_bytes=0)
 
     def peers(x: jax.Array, table: jax.Array, form: str | None = None) -> jax.Array:
-        kinds = dict(out_dtype="float32", topology=MergeTopology(order="ascending"), form=form)
-        return merge_peers_hopper(x, table, **kinds)
+        ranks = table.shape[0] - 1
+        kinds = dict(out_dtype="float32", topology=MergeTopology(order="ascending"))
+        schedule = pick_peer_schedule(elements=x.size, ranks=ranks, form=form)
+        return merge_peers_hopper(x, table, **kinds, schedule=schedule)
 
     sums: dict[str, tuple[str, Sum]] = {
         "psum float32": ("float32", lambda x, _: lax.psum(x, "tp")),

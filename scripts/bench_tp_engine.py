@@ -147,6 +147,8 @@ def part(arguments: argparse.Namespace, degree: int, topology: str, sums: str) -
     if arguments.tiny:
         config = config.replace(**TINY_SIZES | {"num_kv_heads": 4})
         cases = TINY_CASES
+    if arguments.only:
+        cases = tuple(case for case in cases if case.name in arguments.only.split("/"))
     steps = 1
     if sums == STEPS:
         cases, steps = tuple(case for case in cases if case.new == 1), STEPS_A_DISPATCH
@@ -254,6 +256,7 @@ def main() -> int:
     parser.add_argument("--degrees", default="4,2,1")
     parser.add_argument("--topologies", default="default,tp_invariant")
     parser.add_argument("--prefill", action="store_true", help="a prompt of 4,096 tokens too")
+    parser.add_argument("--only", help="names of steps, such as 'prefill 1 x 4096', with / between")
     parser.add_argument("--profile", action="store_true", help="where our time goes")
     also = f"of {UNFUSED}, {GATHERED}, {STEPS}: further ways at the first degree"
     parser.add_argument("--also", default="", help=also)
@@ -283,6 +286,7 @@ def run_parts(arguments: argparse.Namespace) -> int:
     switches = ("--tiny", "--prefill", "--profile")
     words = [word for word in switches if getattr(arguments, word[2:])]
     words += ["--layers", str(arguments.layers)] if arguments.layers else []
+    words += ["--only", arguments.only] if arguments.only else []
     words += ["--round-seconds", str(arguments.round_seconds)]
     with tempfile.TemporaryDirectory() as folder:
         files = {name: pathlib.Path(folder) / f"{name.replace(':', '_')}.json" for name in names}

@@ -21,12 +21,12 @@ from jax.extend.mlir.dialects import arith, scf
 
 from .peer_exchange import Exchange
 from .peer_layout import (
-    SHARE_ROUNDS,
     SHARES,
     SLOT,
     THREADS,
     WORDS,
     PeerSchedule,
+    chunks_of,
     pick_peer_schedule,
 )
 from .topology import MergeTopology
@@ -85,59 +85,95 @@ class _Message:
             self._put(element, ex.rounded(values))
 
     def by_shares(self) -> None:
+        """Of each chunk a rank gets its share from all, adds it, and sends the sums to all.
+
+        The sums travel beside the next chunk's shares: CTAs meet once a chunk, and once more.
+        """
         ex, plan = self.ex, self.plan
-        share = SHARE_ROUNDS * SLOT // 4
-        slot = ex.slot(ex.layout.shares, None, SHARE_ROUNDS)
-        sums_slot = ex.slot(ex.layout.sums, None, SHARE_ROUNDS)
-        mine = ex.of_rank(slot, ex.me, SHARE_ROUNDS)
-        my_sums = ex.of_rank(sums_slot, ex.me, SHARE_ROUNDS)
-        chunks = -(-plan.elements // (plan.ranks * share))
+        chunks = chunks_of(plan.elements, ranks=plan.ranks, rounds=plan.schedule.rounds)
+        peers = ex.turned()
         ends = (utils.c(size, ex.i32) for size in (chunks, plan.schedule.ctas))
-        loop = scf.ForOp(ex.cta, *ends, [ex.count()])
+        # The chunk before, and the count of exchanges.
+        loop = scf.ForOp(ex.cta, *ends, [ex.cta, ex.count()])
         with ir.InsertionPoint(loop.body):
-            chunk = ex.times(loop.induction_variable, plan.ranks * share)
-            count = ex.next(loop.inner_iter_args[0])
-            places = {
-                (rank, i): self._element(ex.plus(chunk, rank * share + i * THREADS * 4), 4)
-                for rank in ex.ranks
-                for i in range(SHARE_ROUNDS)
-            }
-            held = {key: self._take(element, 4) for key, element in places.items()}
-            for (rank, i), words in held.items():
-                ex.store(arith.addi(ex.bases[rank], mine), words, at=i * SLOT)
-            ex.meet(count)
-            terms = self._all_of(slot, places, 4)
-            for i in range(SHARE_ROUNDS):
-                words = ex.rounded(ex.merged([terms[rank, i] for rank in ex.ranks]))
-                for base in ex.bases:
-                    ex.store(arith.addi(base, my_sums), words, at=i * SLOT)
+            chunk, (before, count) = loop.induction_variable, loop.inner_iter_args
             count = ex.next(count)
+            self._send_terms(chunk, count, peers)
             ex.meet(count)
-            width = jnp.dtype(plan.out_dtype).itemsize  # words of 4 numbers
-            for key, words in self._all_of(sums_slot, places, width).items():
-                self._put(places[key], words)
-            scf.yield_([count])
+            self._send_sums(count, peers)
+            later = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ne, chunk, ex.cta))
+            with ir.InsertionPoint(later.then_block):
+                self._take_sums(before, count)
+                scf.yield_([])
+            scf.yield_([chunk, count])
+        last, count = loop.results
+        count = ex.next(count)
+        ex.meet(count)
+        self._take_sums(last, count)
         # Every thread has met others since it read the count.
-        ex.remember(loop.results[0])
+        ex.remember(count)
 
-    def _all_of(self, slot: Any, places: Any, words: int) -> dict[Any, list[Any]]:
-        """What the ranks put into this rank's slots; all loads before the first use."""
-        ex = self.ex
-        here = arith.addi(ex.own, slot)
-        return {
-            (rank, i): ex.load(here, words, at=(rank * SHARE_ROUNDS + i) * SLOT)
-            for rank, i in places
-        }
+    def _place(self, chunk: Any, rank: Any, i: int) -> Any:
+        """This thread's elements of round i of a rank's share."""
+        ex, rounds = self.ex, self.plan.schedule.rounds
+        share = ex.times(chunk, self.plan.ranks)
+        share = ex.plus(share, rank) if isinstance(rank, int) else arith.addi(share, rank)
+        return self._element(ex.times(ex.plus(ex.times(share, rounds), i), SLOT // 4), 4)
+
+    def _send_terms(self, chunk: Any, count: Any, peers: Any) -> None:
+        ex, rounds = self.ex, self.plan.schedule.rounds
+        mine = ex.of_rank(ex.slot(ex.layout.shares, count, rounds), ex.me, rounds)
+        # All loads before the first use.
+        held = [
+            (arith.addi(base, mine), i, self._take(self._place(chunk, rank, i), 4))
+            for rank, base in peers
+            for i in range(rounds)
+        ]
+        for address, i, words in held:
+            ex.store(address, words, at=i * SLOT)
+
+    def _send_sums(self, count: Any, peers: Any) -> None:
+        ex, rounds = self.ex, self.plan.schedule.rounds
+        slot = arith.addi(ex.own, ex.slot(ex.layout.shares, count, rounds))
+        terms = [
+            [ex.load(slot, 4, at=(rank * rounds + i) * SLOT) for rank in ex.ranks]
+            for i in range(rounds)
+        ]
+        sums = [ex.rounded(ex.merged(each)) for each in terms]
+        mine = ex.of_rank(self._sums_slot(count), ex.me, rounds)
+        for _, base in peers:
+            for i, words in enumerate(sums):
+                ex.store(arith.addi(base, mine), words, at=i * SLOT)
+
+    def _take_sums(self, chunk: Any, count: Any) -> None:
+        """Those that all ranks sent before the exchange `count` and after the one before it."""
+        ex, rounds = self.ex, self.plan.schedule.rounds
+        slot = arith.addi(ex.own, self._sums_slot(self.ex.plus(count, 1)))
+        found = [
+            (rank, i, ex.load(slot, self._sum_words, at=(rank * rounds + i) * SLOT))
+            for rank in ex.ranks
+            for i in range(rounds)
+        ]
+        for rank, i, words in found:
+            self._put(self._place(chunk, rank, i), words)
+
+    def _sums_slot(self, count: Any) -> Any:
+        rounds = self.plan.schedule.rounds
+        return self.ex.slot(self.ex.layout.sums, count, rounds, words=self._sum_words)
+
+    @property
+    def _sum_words(self) -> int:
+        return jnp.dtype(self.plan.out_dtype).itemsize  # words of 4 numbers
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "topology", "form"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "topology", "schedule"))
 def merge_peers_hopper(
     x: jax.Array,
     table: jax.Array,
     *,
     out_dtype: str,
     topology: MergeTopology,
-    form: str | None = None,
+    schedule: PeerSchedule | None = None,
 ) -> jax.Array:
     """x float32 [...], this rank's term -> [...] of out_dtype, the same on every rank.
 
@@ -145,7 +181,7 @@ def merge_peers_hopper(
       x: a multiple of 4 elements.
       table: uint32 [ranks + 1, 2], see `Exchange`.
       out_dtype, topology: as for `merge_hopper`.
-      form: of the exchange, see `PeerSchedule`; None: by size.
+      schedule: None: by size.
 
     Invariance: element by element, of the ranks' terms in their order; the schedule changes no bit.
     """
@@ -155,7 +191,7 @@ def merge_peers_hopper(
         ranks=ranks,
         out_dtype=out_dtype,
         topology=topology,
-        schedule=pick_peer_schedule(elements=x.size, ranks=ranks, form=form),
+        schedule=schedule or pick_peer_schedule(elements=x.size, ranks=ranks),
     )
     kernel = plgpu.kernel(
         functools.partial(_body, plan=plan),

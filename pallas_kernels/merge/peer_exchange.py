@@ -65,6 +65,18 @@ class Exchange:
     def address_of(self, ref: Any) -> Any:
         return llvm.ptrtoint(self.i64, utils.memref_ptr(ref))
 
+    def turned(self) -> list[tuple[Any, Any]]:
+        """Every rank's number and workspace, this rank's own last.
+
+        Ranks that send to all begin with different ones, so no link is the first of all.
+        """
+        found, ranks = [], utils.c(len(self.ranks), self.i32)
+        for away in [*self.ranks[1:], 0]:
+            number = arith.remui(self.plus(self.me, away), ranks)
+            base = self._base(arith.index_cast(ir.IndexType.get(), number))
+            found.append((number, base))
+        return found
+
     def _index(self, value: int) -> Any:
         return utils.c(value, ir.IndexType.get())
 
@@ -130,11 +142,12 @@ class Exchange:
 
     # Slots.
 
-    def slot(self, area: int, half: Any, rounds: int) -> Any:
-        """Offset of (this CTA, half, rank 0, round 0, this thread); half None: there is one."""
-        place = self.cta if half is None else arith.addi(self.times(self.cta, 2), half)
+    def slot(self, area: int, count: Any, rounds: int, *, words: int = 4) -> Any:
+        """Offset of (this CTA, the count's half, rank 0, round 0, this thread's `words` words)."""
+        half = arith.andi(count, utils.c(1, self.i32))
+        place = arith.addi(self.times(self.cta, 2), half)
         place = self.times(self.wide(place), len(self.ranks) * rounds * SLOT)
-        return self.plus(arith.addi(place, self.wide(self.times(self.thread, 16))), area)
+        return self.plus(arith.addi(place, self.wide(self.times(self.thread, 4 * words))), area)
 
     def of_rank(self, slot: Any, rank: Any, rounds: int) -> Any:
         if isinstance(rank, int):
@@ -143,7 +156,7 @@ class Exchange:
 
     def _halves(self, area: int, count: Any, rounds: int) -> tuple[list[Any], list[Any]]:
         """Where this rank's numbers go, a rank each, and where the ranks' numbers come."""
-        slot = self.slot(area, arith.andi(count, utils.c(1, self.i32)), rounds)
+        slot = self.slot(area, count, rounds)
         mine = self.of_rank(slot, self.me, rounds)
         here = arith.addi(self.own, slot)
         there = [arith.addi(base, mine) for base in self.bases]

@@ -26,8 +26,8 @@ def test_areas_follow_one_another(ranks):
     assert layout.words == at.SHARE_CTAS * at.CONTROL
     assert layout.terms - layout.words == at.WORDS_CTAS * at.WORDS_ROUNDS * halves
     assert layout.shares - layout.terms == at.TERMS_CTAS * at.TERMS_ROUNDS * halves
-    one = at.SHARE_CTAS * ranks * at.SHARE_ROUNDS * at.SLOT
-    assert layout.sums - layout.shares == layout.size - layout.sums == one
+    chunks = 2 * at.SHARE_CTAS * max(at.CHUNK_SLOTS, ranks) * at.SLOT
+    assert layout.sums - layout.shares == layout.size - layout.sums == chunks
     assert all(a % 256 == 0 for a in (layout.words, layout.terms, layout.shares, layout.sums))
 
 
@@ -40,14 +40,18 @@ def test_counts_of_ranks_that_control_words_cannot_hold_are_refused():
 @pytest.mark.parametrize("elements", [4, 512, 4096, 32_768, 32_772, 4096 * 64, MIB // 2, 32 * MIB])
 def test_schedules_cover_a_message_and_fit_the_slots(elements, ranks):
     schedule = pick_peer_schedule(elements=elements, ranks=ranks)
-    numbers = {at.WORDS: 256, at.TERMS: 512, at.SHARES: ranks * at.SHARE_ROUNDS * 512}
-    tile = numbers[schedule.form]
+    if schedule.form == at.SHARES:  # a CTA takes chunks one after the other, at least one
+        chunks = at.chunks_of(elements, ranks=ranks, rounds=schedule.rounds)
+        assert chunks * ranks * schedule.rounds * 512 >= elements
+        assert schedule.ctas == min(chunks, {2: 528, 4: 264, 8: 96}[ranks]) <= at.SHARE_CTAS
+        assert ranks * schedule.rounds <= at.CHUNK_SLOTS
+        return
+    tile = {at.WORDS: 256, at.TERMS: 512}[schedule.form]
     assert schedule.ctas * schedule.rounds * tile >= elements
     assert schedule.ctas * (schedule.rounds - 1) * tile < elements
     most = {
         at.WORDS: (at.WORDS_CTAS, at.WORDS_ROUNDS),
         at.TERMS: (at.TERMS_CTAS, at.TERMS_ROUNDS),
-        at.SHARES: (at.SHARE_CTAS, 1 << 30),
     }[schedule.form]
     assert schedule.ctas <= most[0] and schedule.rounds <= most[1]
 
@@ -60,10 +64,10 @@ def test_a_form_that_is_too_small_is_refused():
 @pytest.mark.parametrize("form", [at.WORDS, at.TERMS, at.SHARES])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_it_lowers_for_sm90_as_a_kernel_of_one_card(form, ranks):
-    run = functools.partial(
-        merge_peers_hopper, out_dtype="bfloat16", topology=MergeTopology(order="tree"), form=form
-    )
     x = jax.ShapeDtypeStruct((3, 4096), jnp.float32)
+    schedule = pick_peer_schedule(elements=x.size, ranks=ranks, form=form)
+    kinds = dict(out_dtype="bfloat16", topology=MergeTopology(order="tree"), schedule=schedule)
+    run = functools.partial(merge_peers_hopper, **kinds)
     table = jax.ShapeDtypeStruct((ranks + 1, 2), jnp.uint32)
     text = jax.jit(run).trace(x, table).lower(lowering_platforms=("cuda",)).as_text()
     assert "uses_xla_collective_metadata = false" in text and "multimem" not in text
