@@ -46,6 +46,7 @@ THREE_SWAPPED = Schedule(
     tile_m=24, tile_n=192, stages=3, ctas=2, swap=True, split="n", warpgroups=3, out_slots=1
 )
 CLUSTERED = Schedule(tile_m=64, tile_n=64, stages=3, ctas=4, cluster_n=2)
+TURNS = Schedule(tile_m=128, tile_n=64, stages=3, ctas=2, warpgroups=2, split="turns", cluster_n=2)
 
 
 def operand(seed: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
@@ -84,6 +85,7 @@ def expected(x, w, bias=None):
         (dataclasses.replace(TWO_WARPGROUPS, pass_empty=True), 136, 128, {}),
         (dataclasses.replace(SPLIT_N, weights_first=True), 8, 128, {"parts": 2}),
         (CLUSTERED, 72, 256, {}),
+        (TURNS, 136, 128, {}),  # in a cluster
     ],
 )
 def test_interpreted_product_is_right(schedule, rows, n, options):
