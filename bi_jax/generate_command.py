@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,13 +79,20 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
     lines = _prompt_lines(arguments)
     defaults = _sampling_params(arguments)
-    requests = [line.params(defaults) for line in lines]
+    requests = []
+    for line in lines:
+        with _naming(line):
+            requests.append(line.params(defaults))
     if arguments.stream and (len(lines) > 1 or requests[0].n > 1):
         raise ValueError("--stream shows one completion; give one prompt and n=1")
     if arguments.output is not None:
         check_writable(arguments.output)
     engine = _engine(arguments)
-    prompts = [_token_ids(engine, line, arguments) for line in lines]
+    prompts = []
+    for line, params in zip(lines, requests, strict=True):
+        with _naming(line):
+            prompts.append(_token_ids(engine, line, arguments))
+            engine.make_request(prompts[-1], params)  # what is wrong with it is said here
     if arguments.stream:
         outputs = [_stream(engine, prompts[0], requests[0])]
     else:
@@ -97,6 +104,15 @@ def run_generate(arguments: argparse.Namespace) -> int:
         if arguments.output is not None:
             write_whole(arguments.output, as_json_lines(lines, outputs, engine))
     return _check(engine, prompts, requests, outputs) if arguments.check else 0
+
+
+@contextlib.contextmanager
+def _naming(line: PromptLine) -> Iterator[None]:
+    """Puts the file and line before what is wrong with a prompt; a file may hold thousands."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{line.where}: {error}" if line.where else str(error)) from None
 
 
 def _engine(arguments: argparse.Namespace) -> Engine:

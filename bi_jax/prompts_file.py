@@ -16,12 +16,16 @@ _PARAM_KEYS = tuple(f.name for f in fields(SamplingParams))
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLine:
-    """One prompt: a text, a conversation, or token ids, and its own sampling parameters."""
+    """One prompt: a text, a conversation, or token ids, and its own sampling parameters.
+
+    where: the file and line that it came from, for messages; empty for one of the command line.
+    """
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: Sequence[int] | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """The defaults with this line's own values in their place."""
@@ -55,7 +59,7 @@ def read_prompts_file(path: Path) -> list[PromptLine]:
     if not numbered:
         raise ValueError(f"{path} holds no prompt")
     if path.suffix.lower() != ".jsonl":
-        return [PromptLine(prompt=line) for _, line in numbered]
+        return [PromptLine(prompt=line, where=f"{path}, line {i}") for i, line in numbered]
     return [_from_json(path, number, line) for number, line in numbered]
 
 
@@ -82,7 +86,7 @@ def _from_json(path: Path, number: int, line: str) -> PromptLine:
         raise ValueError(f"{where}: {given[0]} must be a list that is not empty")
     overrides = {key: record[key] for key in record if key in _PARAM_KEYS}
     known: dict[str, Any] = {given[0]: value}
-    prompt = PromptLine(**known, overrides=overrides)
+    prompt = PromptLine(**known, overrides=overrides, where=where)
     try:
         prompt.params(SamplingParams())
     except ValueError as error:

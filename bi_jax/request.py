@@ -6,7 +6,7 @@ Names and shapes follow vLLM where it has them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -56,6 +56,8 @@ class Request:
             raise ValueError(
                 f"sampling_params={self.sampling_params!r:.80} must be a SamplingParams"
             )
+        if isinstance(self.prompt_token_ids, Set):
+            raise ValueError("prompt_token_ids must be in order, got a set")
         ids = checked_token_ids("prompt_token_ids", self.prompt_token_ids)
         if not ids:
             raise ValueError(f"the prompt of request {self.request_id!r} is empty")

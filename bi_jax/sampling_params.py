@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -148,7 +148,7 @@ def _real(
 
 
 def checked_token_ids(name: str, ids: Iterable[Any]) -> tuple[int, ...]:
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+    if isinstance(ids, (str, bytes, Mapping)) or not isinstance(ids, Iterable):
         raise ValueError(f"{name}={ids!r} must be a sequence of token ids")
     out = []
     for place, token in enumerate(ids):
@@ -165,7 +165,7 @@ def checked_token_ids(name: str, ids: Iterable[Any]) -> tuple[int, ...]:
 
 def _stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, Iterable):
+    if not isinstance(stops, Iterable) or isinstance(stops, Mapping):
         raise ValueError(f"stop={stop!r} must be a string or a sequence of strings")
     stops = tuple(stops)
     for text in stops:

@@ -111,9 +111,11 @@ LINES = [
     ('{"prompt": ""}', "line 2: prompt"),
     ('{"prompt": "a", "temprature": 1}', "line 2 has unknown fields: temprature"),
     ('{"prompt": "a", "top_p": 0}', "line 2: top_p"),
-    ('{"prompt_token_ids": [3, 500]}', "500"),
-    ('{"prompt_token_ids": [3, -1]}', "-1"),
-    ('{"messages": [{"role": "user", "content": "a"}]}', "no chat template"),
+    ('{"prompt_token_ids": [3, 500]}', "line 2: token id 500 at place 1"),
+    ('{"prompt_token_ids": [3, -1]}', "line 2: prompt_token_ids[1]=-1"),
+    ('{"prompt": "a", "min_tokens": 300}', "line 2: min_tokens=300 must not exceed max_tokens=256"),
+    ('{"prompt": "\\ud800"}', "line 2: the text holds half of a surrogate pair"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: the model has no chat template"),
 ]
 
 
@@ -153,6 +155,7 @@ def test_completions_are_kept_where_nobody_reads_what_is_shown(tmp_path, monkeyp
     answer = RequestOutput(request_id="r", prompt="a", prompt_token_ids=[5], outputs=[completion])
     stub = SimpleNamespace(
         tokenizer=SimpleNamespace(chat_template=None, encode=lambda text: [5]),
+        make_request=lambda *_: None,
         generate=lambda *_, **__: [answer],
         identity=SimpleNamespace(to_dict=dict),
         model_name="stub",

@@ -44,6 +44,8 @@ REFUSED = [
     ({"stop_token_ids": [1, -1]}, "stop_token_ids[1]=-1 must be a token id"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids[0]='a' must be a token id"),
     ({"stop_token_ids": 3}, "stop_token_ids=3 must be a sequence of token ids"),
+    ({"stop_token_ids": {3: 4}}, "stop_token_ids={3: 4} must be a sequence of token ids"),
+    ({"stop": {"a": 1}}, "stop={'a': 1} must be a string or a sequence of strings"),
     ({"logprobs": -1}, "logprobs=-1 must be 0 or more"),
     ({"prompt_logprobs": 0.5}, "prompt_logprobs=0.5 must be a whole number"),
     ({"logprobs_mode": "cooked"}, "logprobs_mode='cooked' must be one of 'raw', 'scaled'"),
@@ -104,6 +106,8 @@ def test_request_refuses_empty_prompts_and_foreign_ids():
         Request(request_id="", prompt_token_ids=[1])
     with pytest.raises(ValueError, match=r"prompt_token_ids\[1\]=-3 must be a token id"):
         Request(request_id="a", prompt_token_ids=[1, -3])
+    with pytest.raises(ValueError, match="must be in order, got a set"):
+        Request(request_id="a", prompt_token_ids={1, 9})  # type: ignore[arg-type]
     request = Request(request_id="a", prompt_token_ids=[1, 9])
     assert request.prompt_token_ids == (1, 9)
     request.check_against_model(vocab_size=10, max_model_len=3)
