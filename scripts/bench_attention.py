@@ -1,6 +1,6 @@
 """Races the Hopper attention kernel against cuDNN on one card.
 
-    python scripts/bench_attention.py [--cases a,b] [--all-schedules] [--rounds N] [--json FILE]
+    python scripts/bench_attention.py [--cases a,b] [--further a,b] [--rounds N] [--json FILE]
 
 Times are device times, from the profiler, of several launches in one jitted program: all kernels of
 the program, over its launches. Each launch has queries of its own and the caches take turns, so
@@ -94,13 +94,13 @@ CASES = (
     prefill("prefill_8k", 8192),
     prefill("prefill_32k", 32_768),
     prefill("prefill_mix", 4096, 1000, 2500, 333, 6000, 77),
-    decode(1, 1024),
-    decode(1, 4096),
-    decode(8, 4096),
     decode(64, 1024),
     decode(64, 4096),
     decode(256, 1024),
     decode(256, 2048),
+    decode(8, 4096),
+    decode(1, 1024),
+    decode(1, 4096),
     decode(1, 32_768),
     decode(1, 32_768, kv_split=2048),
 )
@@ -227,7 +227,7 @@ def cudnn(case: Case, plan: Plan) -> Program:
 def race(case: Case, options: argparse.Namespace) -> None:
     """Builds a case's programs, says so, times them when told to, prints the rows."""
     plan = Plan.of(case)
-    programs = ours(case, plan, candidates(case, every=options.all_schedules))
+    programs = ours(case, plan, candidates(case, every=case.name in options.further.split(",")))
     programs["cudnn"] = cudnn(case, plan)
     print("built", flush=True)
     sys.stdin.readline()
@@ -293,13 +293,14 @@ def candidates(case: Case, *, every: bool) -> list[Schedule]:
     )
     if not every:
         return [chosen]
-    if case.decode:
-        other = dataclasses.replace(chosen, half_rows=False, columns=1, stages=3)
-    else:
-        other = dataclasses.replace(
-            chosen, overlap="turns" if chosen.overlap == "scores" else "scores"
-        )
-    return [chosen, other]
+    if not case.decode:
+        other = "turns" if chosen.overlap == "scores" else "scores"
+        return [chosen, dataclasses.replace(chosen, overlap=other)]
+    half = dataclasses.replace(chosen, turned=False, half_rows=True)
+    if chosen.columns == 1:
+        return [chosen, dataclasses.replace(half, quiet=True)]
+    chain = dataclasses.replace(chosen, columns=1, stages=3, overlap="scores")
+    return [chosen, chain, dataclasses.replace(half, stages=3, most_columns=4)]
 
 
 def main() -> int:
@@ -307,7 +308,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", default=",".join(c.name for c in CASES))
-    parser.add_argument("--all-schedules", action="store_true")
+    parser.add_argument("--further", default="", help="cases whose other schedules race too")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", default="")
     parser.add_argument("--one", default="", help="for the processes that this starts")

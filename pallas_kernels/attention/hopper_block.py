@@ -118,7 +118,7 @@ def softmax_step(s, state, cta: Cta):
     """
     acc, m, total = state
     s = own_rows(s, cta)
-    new_m = raise_maximum(m, s, cta)
+    new_m = jnp.maximum(m, block_maximum(s, cta))
     p, alpha, row_sum = exponentials(s, m, new_m, cta)
     if cta.schedule.turned:
         keep_weights(p, alpha, 0, cta)
@@ -128,9 +128,9 @@ def softmax_step(s, state, cta: Cta):
     return p, (acc, new_m, total)
 
 
-def raise_maximum(m, s, cta: Cta):
-    """The running maximum float32[rows] of the scaled scores, after the block of scores s."""
-    return jnp.maximum(m, s.max(axis=1) * cta.problem.log2_scale)
+def block_maximum(s, cta: Cta):
+    """The largest scaled score float32[rows] of a block of scores s."""
+    return s.max(axis=1) * cta.problem.log2_scale
 
 
 def exponentials(s, m, new_m, cta: Cta):

@@ -14,19 +14,22 @@ from jax import lax
 
 from .hopper_block import (
     add_to_total,
+    block_maximum,
     exponentials,
     first_scores,
     interpreted_product,
     mask_scores,
     own_rows,
-    raise_maximum,
     row_operand,
     scale_rows,
+    slot_of,
+    start_scores,
     zero_values_behind,
 )
 from .hopper_item import empty_state, plain_blocks
 from .hopper_math import LOWEST, store_plain, store_swizzled
 from .hopper_problem import I32, Cta, Item, block_range, count_rounds, read_item
+from .hopper_product import awaited
 from .hopper_turned import add_turned_product, keep_weights
 
 MULTIPLIER = 2  # the warpgroup behind the two of the softmax
@@ -42,21 +45,20 @@ def score_items(tiles_gmem, wg, cta: Cta):
         plain_start, plain_end = plain_blocks(item, lo, hi, I32(0), cta.problem)
         plgpu.barrier_wait(mem.q_loaded.at[0])
 
-        @pl.loop(lo, hi)
-        def _block(block):
-            at = step + block - lo
+        def soften(s, block):
+            """The softmax of the scores of an own block, as the product gave them."""
+            plain = (block >= plain_start) & (block < plain_end)
+            s = lax.cond(
+                plain,
+                lambda s: own_rows(s, cta, wg),
+                lambda s: mask_scores(s, block, item.position, cta, wg),
+                s,
+            )
+            hand_over(s, step + block - lo, block == lo, wg, cta)
 
-            @pl.when(lax.rem(at, I32(2)) == wg)
-            def _own():
-                plain = (block >= plain_start) & (block < plain_end)
-                s = lax.cond(
-                    plain,
-                    lambda s: own_rows(s, cta, wg),
-                    lambda s: mask_scores(s, block, item.position, cta, wg),
-                    first_scores(at, I32(0), cta),
-                )
-                hand_over(s, at, block == lo, wg, cta)
-
+        first = lo + lax.rem(step + wg, I32(2))  # the first own block
+        score = score_ahead if cta.schedule.turned else score_in_turn
+        score(soften, first, hi, step - lo, cta)
         plgpu.barrier_arrive(mem.q_consumed)
         return step + hi - lo
 
@@ -72,10 +74,40 @@ def score_items(tiles_gmem, wg, cta: Cta):
         plgpu.barrier_wait(mem.p_consumed.at[wg])
 
 
+def score_in_turn(soften, first, hi, shift, cta: Cta):
+    """Every other block from `first` on; `shift`: from a block to its number in the CTA."""
+
+    def own_block(n, _):
+        block = first + 2 * n
+        soften(first_scores(block + shift, I32(0), cta), block)
+
+    lax.fori_loop(I32(0), lax.div(hi - first + 1, I32(2)), own_block, None)
+
+
+def score_ahead(soften, first, hi, shift, cta: Cta):
+    """`score_in_turn` with the scores of the next own block under the softmax; they are few."""
+    count = lax.div(hi - first + 1, I32(2))
+
+    def own_block(n, s):
+        block = first + 2 * n
+        following = start_scores(block + 2 + shift, I32(0), cta)
+        soften(s, block)
+        following = awaited(following, interpret=cta.interpret)
+        plgpu.barrier_arrive(cta.memory.k_consumed.at[slot_of(block + 2 + shift, cta)])
+        return following
+
+    @pl.when(count > 0)
+    def _():
+        s = first_scores(first + shift, I32(0), cta)
+        s = lax.fori_loop(I32(0), count - 1, own_block, s)
+        soften(s, first + 2 * (count - 1))
+
+
 def hand_over(s, at, first, wg, cta: Cta):
     """The softmax of one block, number `at` of the CTA; `first`: of an item."""
     mem = cta.memory
     keep = functools.partial(store_plain, layout=cta.row, interpret=cta.interpret)
+    top = block_maximum(s, cta)  # before the other warpgroup is waited for
 
     @pl.when(at > 0)
     def _():
@@ -84,7 +116,7 @@ def hand_over(s, at, first, wg, cta: Cta):
     lowest = plgpu.layout_cast(jnp.full((cta.rows,), LOWEST, jnp.float32), cta.row)
     before = plgpu.load(mem.m_smem.at[1 - wg], layout=cta.row)
     m = lax.cond(first, lambda: lowest, lambda: before)
-    new_m = raise_maximum(m, s, cta)
+    new_m = jnp.maximum(m, top)
     keep(mem.m_smem.at[wg], new_m)
     plgpu.barrier_arrive(mem.m_ready.at[1 - wg])
     p, alpha, row_sum = exponentials(s, m, new_m, cta)

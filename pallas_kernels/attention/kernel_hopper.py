@@ -19,8 +19,8 @@ Grid: persistent CTAs over (tile, KV head) items, longest first; with `Schedule.
 cut into parts of the value columns, each of which makes all scores and meets all keys. A tile holds
 consecutive query tokens of one request. A consumer warpgroup owns 64 of its rows, row = head in
 group * tokens + token, and always runs the same body; with `Schedule.half_rows` that body's softmax
-is done for the half of the rows that can hold a query. One more warpgroup loads queries, keys and
-values by TMA.
+is done for the half of the rows that can hold a query. With `Schedule.turned` an item is one token,
+and keys are the rows of the products. One more warpgroup loads queries, keys and values by TMA.
 """
 
 import dataclasses

@@ -135,11 +135,14 @@ def schedule_for(
     # Decode: a tile holds a token or two, a second warpgroup would idle. Eight tokens fit a tile.
     if tokens <= max(2 * requests, 8):
         items = ctas if split else tokens * kv_heads
-        found = _decode_schedule(items, group=group, head_dim=head_dim, ctas=ctas)
         # A turned item is one token: several of a request would each read all of its keys.
-        alone = tokens <= requests and found.columns == 1
-        if alone and HEADS % group == 0 and head_dim == 128:
-            found = dataclasses.replace(found, half_rows=False, quiet=False, turned=True)
+        turned = tokens <= requests and HEADS % group == 0
+        if head_dim == 64:  # other cases have not run on a card
+            turned &= 2 * items > ctas and not split
+        if turned:
+            found = _turned_schedule(items, head_dim=head_dim, ctas=ctas)
+        else:
+            found = _half_schedule(items, group=group, head_dim=head_dim, ctas=ctas)
     else:
         found = Schedule(
             consumers=2,
@@ -152,8 +155,26 @@ def schedule_for(
     return dataclasses.replace(found, stages=2) if split else found
 
 
-def _decode_schedule(items: int, *, group: int, head_dim: int, ctas: int) -> Schedule:
-    """For `items` pairs of a token and a KV head."""
+def _turned_schedule(items: int, *, head_dim: int, ctas: int) -> Schedule:
+    """For `items` pairs of a token and a KV head; `turned`."""
+    # With CTAs to spare, chains of blocks count: three warpgroups and two CTAs share one, the CTAs
+    # its value columns, 64 at least each.
+    columns = 2 if 2 * items <= ctas else 1
+    # With every CTA at work, two blocks in flight keep the memory busy, and more disturb it.
+    stages = 4 if columns == 2 else 2 if items >= ctas else 3
+    rounds = -(-items * columns // ctas)
+    return Schedule(
+        consumers=1,
+        stages=stages if head_dim == 128 else 2 * stages,
+        overlap="blocks" if columns > 1 else "scores",
+        ctas=-(-items * columns // rounds),
+        columns=columns,
+        turned=True,
+    )
+
+
+def _half_schedule(items: int, *, group: int, head_dim: int, ctas: int) -> Schedule:
+    """For `items` pairs of a token and a KV head; half the rows of a warpgroup if they do."""
     half = group <= MOST_HALF
     # A chain of blocks is shorter if several CTAs share its value columns; 32 at least each.
     parts = [n for n in (4, 2) if half and head_dim // n >= 32]

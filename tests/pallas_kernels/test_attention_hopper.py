@@ -5,7 +5,6 @@ bits, and it accepts what does not compile, hence the lowering tests.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -417,28 +416,34 @@ def test_schedule_says_what_is_wrong():
 
 
 def test_few_rows_are_shared_by_more_ctas():
-    def columns(tokens, *, group=4, head_dim=128, kv_heads=8):
-        chosen = schedule_for(
-            tokens=tokens, requests=tokens, kv_heads=kv_heads, group=group, head_dim=head_dim
-        )
-        single = chosen.columns == 1 and head_dim == 128
-        assert chosen.consumers == 1 and chosen.turned == (single and 8 % group == 0)
-        assert chosen.half_rows == (group <= 4 and not chosen.turned)
-        assert (chosen.overlap == "blocks") == (chosen.columns > 1)
-        assert chosen.quiet == (chosen.half_rows and chosen.columns == 1)
-        return chosen.columns, chosen.most_columns
+    def chosen(tokens, requests=None, *, group=4, head_dim=128, kv_heads=8, split=False):
+        found = schedule_for(
+            tokens=tokens, requests=requests or tokens, kv_heads=kv_heads, group=group,
+            head_dim=head_dim, split=split,
+        )  # fmt: skip
+        assert found.consumers == 1
+        return found
 
-    found = [columns(n) for n in (1, 4, 8, 16, 256)]
+    def half_columns(tokens, **shape):
+        """Of half rows: several tokens of one request would read its keys several times."""
+        found = chosen(tokens, -(-tokens // 2), **shape)
+        assert not found.turned and found.half_rows
+        assert (found.overlap == "blocks") == (found.columns > 1) == (not found.quiet)
+        return found.columns, found.most_columns
+
+    found = [half_columns(n) for n in (2, 4, 8, 16, 256)]
     assert found == [(4, None), (4, None), (2, 4), (1, None), (1, None)]
-    chosen = functools.partial(schedule_for, kv_heads=8, group=4, head_dim=128)
-    many = [chosen(tokens=n, requests=n).ctas for n in (64, 256)]
-    assert many == [128, 128]  # 4 and 16 full rounds of the 132 that there are
-    # Several tokens of one request would read its keys several times if they were turned.
-    mixed = [chosen(tokens=n, requests=requests) for n, requests in ((8, 1), (64, 32), (8, 8))]
-    assert [(s.consumers, s.half_rows, s.turned) for s in mixed] == [(1, True, False)] * 3
-    split = chosen(tokens=8, requests=8, split=True)
+    assert half_columns(8, head_dim=64, kv_heads=3) == (2, None)
+    turned = [chosen(n) for n in (1, 4, 8, 16, 256)]
+    assert all(s.turned and not s.half_rows for s in turned)
+    assert [s.columns for s in turned] == [2, 2, 2, 1, 1]
+    assert [s.overlap for s in turned] == ["blocks"] * 3 + ["scores"] * 2
+    assert not chosen(1, head_dim=64).turned and chosen(64, head_dim=64).turned
+    assert not chosen(1, group=3).turned and not chosen(1, group=7).half_rows
+    assert not chosen(8, 1).turned  # one request's
+    assert [chosen(n).ctas for n in (64, 256)] == [128, 128]  # 4 and 16 full rounds of 132
+    split = chosen(8, split=True)
     assert split.turned and (split.columns, split.stages, split.ctas) == (1, 2, 132)
-    assert columns(1, group=8) == (1, None) and columns(1, head_dim=64, kv_heads=3) == (2, None)
     prefill = schedule_for(tokens=512, requests=8, kv_heads=8, group=4, head_dim=128)
     assert prefill.consumers == 2 and prefill.columns == 1 and not prefill.half_rows
     assert (prefill.overlap, prefill.order) == ("turns", "tiles")
