@@ -7,6 +7,7 @@ file, so the header is read here: an 8-byte length, then name -> dtype, shape an
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -90,6 +91,9 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
     end = max((t.offset + t.num_bytes for t in tensors.values()), default=start)
     if end > size:
         raise ValueError(f"{path} is truncated: its tensors end at byte {end}, it ends at {size}.")
+    ranges = sorted((t.offset, t.offset + t.num_bytes) for t in tensors.values())
+    if any(after[0] < before[1] for before, after in itertools.pairwise(ranges)):
+        raise ValueError(f"{path} is damaged: two of its tensors lie in the same bytes.")
     return SafetensorsFile(path=path, tensors=tensors)
 
 

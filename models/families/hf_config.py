@@ -85,11 +85,16 @@ def dtype_from_hf(raw: Raw) -> str:
 
 
 def rope_from_hf(raw: Raw) -> RopeConfig:
-    """Reads both spellings: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
-    key = "rope_scaling" if raw.get("rope_parameters") is None else "rope_parameters"
-    parameters = raw.get(key) or {}
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"config.json: {key}={parameters!r} must be an object.")
+    """Reads both spellings: `rope_parameters`, or `rope_theta` with `rope_scaling`.
+
+    Where both are there, as when a scaling was added by hand, they must say the same.
+    """
+    keys = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
+    for key in keys:
+        if not isinstance(raw[key], Mapping):
+            raise ValueError(f"config.json: {key}={raw[key]!r} must be an object.")
+    stated = [raw[key] for key in keys]
+    parameters = stated[0] if stated else {}
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise NotImplementedError(
             "config.json: rope_parameters differ by layer type "
@@ -100,10 +105,16 @@ def rope_from_hf(raw: Raw) -> RopeConfig:
             "config.json: partial_rotary_factor="
             f"{parameters['partial_rotary_factor']!r} is not supported (expected 1.0)."
         )
-    theta = parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA
-    return RopeConfig(
-        theta=_number({"rope_theta": theta}, "rope_theta"), scaling=_scaling(parameters)
-    )
+    scaling = _scaling(parameters)
+    thetas = [of["rope_theta"] for of in (*stated, raw) if of.get("rope_theta")]
+    if any(theta != thetas[0] for theta in thetas) or any(_scaling(s) != scaling for s in stated):
+        raise ValueError(
+            f"config.json: rope_parameters={raw.get('rope_parameters')!r}, rope_scaling="
+            f"{raw.get('rope_scaling')!r} and rope_theta={raw.get('rope_theta')!r} contradict "
+            "one another."
+        )
+    theta = thetas[0] if thetas else DEFAULT_THETA
+    return RopeConfig(theta=_number({"rope_theta": theta}, "rope_theta"), scaling=scaling)
 
 
 def _scaling(parameters: Raw) -> RopeScaling | None:

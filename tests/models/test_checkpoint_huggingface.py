@@ -250,6 +250,11 @@ def _header(path: Path, text: str) -> Path:
         ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 65]}}', "is truncated"),
         ('{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}', "does not fit shape"),
         ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}', "does not fit shape"),
+        (
+            '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},'
+            ' "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}',
+            "two of its tensors lie in the same bytes",
+        ),
     ],
 )
 def test_a_bad_header(tmp_path: Path, text: str, message: str) -> None:

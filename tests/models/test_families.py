@@ -147,6 +147,25 @@ def test_both_spellings_of_rope_agree() -> None:
     assert config_from_hf(new) == LLAMA_3_1_8B
 
 
+@pytest.mark.parametrize(
+    ("added", "error"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ValueError),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, NotImplementedError),
+        ({"rope_theta": 10000.0}, ValueError),
+        ({"rope_parameters": 3}, ValueError),
+    ],
+    ids=str,
+)
+def test_a_scaling_that_was_added_is_not_passed_over(added: dict, error: type[Exception]) -> None:
+    """A user adds `rope_scaling` as a model card says, to a file that has `rope_parameters`."""
+    new = {k: v for k, v in SMOLLM2.items() if k not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = {"rope_theta": 100000.0, "rope_type": "default"}
+    config_from_hf({**new, "rope_scaling": {"rope_type": "default"}, "rope_theta": 100000.0})
+    with pytest.raises(error, match="rope"):
+        config_from_hf({**new, **added})
+
+
 def test_linear_scaling_in_its_oldest_spelling() -> None:
     config = config_from_hf({**SMOLLM2, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert config.rope == RopeConfig(theta=100000.0, scaling=LinearScaling(factor=2.0))
