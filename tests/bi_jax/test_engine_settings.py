@@ -78,7 +78,7 @@ def test_a_shorter_context_ends_completions():
         ((p for p in ()), "must be a SamplingParams"),
         ([SamplingParams()] * 2, "one SamplingParams for each of 1 prompts, got 2"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_parameters_that_are_none_are_named(params: object, message: str):
     with pytest.raises(ValueError, match=message):
