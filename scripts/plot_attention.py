@@ -1,8 +1,6 @@
 """Draws docs/benchmarks/attention_*.json as an SVG: our time over cuDNN's, a bar a case."""
 
-import argparse
-import json
-import pathlib
+import svg_page
 
 WIDTH, LEFT, TOP, ROW, RIGHT, BOTTOM = 860, 220, 40, 26, 170, 30
 MOST = 2.5  # ratio at the right edge; a longer bar ends there and says its number
@@ -36,17 +34,8 @@ def draw(result: dict) -> str:
         parts.append(text(LEFT - 8, y + 17, row["case"], "end"))
         times = f"{ratio:.3f} ({row['ours_us']:,} / {row['peer_us']:,} us)"
         parts.append(text(x_of(ratio) + 6, y + 17, times))
-    size = f'width="{WIDTH}" height="{bottom + BOTTOM}" font-family="sans-serif" font-size="12"'
-    body = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{body}\n</svg>\n'
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("json", type=pathlib.Path)
-    args = parser.parse_args()
-    args.json.with_suffix(".svg").write_text(draw(json.loads(args.json.read_text())))
+    return svg_page.page(parts, width=WIDTH, height=bottom + BOTTOM)
 
 
 if __name__ == "__main__":
-    main()
+    svg_page.main(__doc__, draw)

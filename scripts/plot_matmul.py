@@ -1,10 +1,9 @@
 """Draws docs/benchmarks/matmul_*.json as an SVG: our time over cuBLAS', by rows, a line a case."""
 
-import argparse
 import collections
-import json
 import math
-import pathlib
+
+import svg_page
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 860, 460, 60, 40, 150, 50
 LOW, HIGH = 0.6, 1.3  # ratios shown; what lies outside is drawn at the edge
@@ -57,17 +56,8 @@ def draw(result: dict) -> str:
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         y = TOP + 18 * list(cases).index(case)
         parts.append(text(right + 12, y, case, "start", colour))
-    size = f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12"'
-    body = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{body}\n</svg>\n'
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("json", type=pathlib.Path)
-    args = parser.parse_args()
-    args.json.with_suffix(".svg").write_text(draw(json.loads(args.json.read_text())))
+    return svg_page.page(parts, width=WIDTH, height=HEIGHT)
 
 
 if __name__ == "__main__":
-    main()
+    svg_page.main(__doc__, draw)
